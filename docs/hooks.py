@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))  # not in the installed package
 
-from octavo_bench.ages import with_ages  # noqa: E402
+from octavo_bench.ages import has_history, with_ages  # noqa: E402
 
 OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 OUTSIDE |= {"SECURITY.md": "security.md", "CODE_OF_CONDUCT.md": "conduct.md"}
@@ -20,6 +20,12 @@ OUTSIDE["benchmarks/README.md"] = "benchmarks.md"
 """File of the repository, and its page."""
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([^"]*)" src="([^"]+)">\s*</picture>')
 LINK = re.compile(r'(\]\(|src="|srcset=")(?!https?:|#)([^)#"]+)')
+
+
+def on_pre_build(config: Any) -> None:
+    """Say that no figure will have an age; not as a warning, which would end a strict build of an archive."""
+    if not has_history():
+        print("site: no clone with its whole history: tables do not say how old their figures are", file=sys.stderr)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -49,7 +49,7 @@ def every_block(language: str) -> Iterator[tuple[Path, str]]:
 def prose(page: Path) -> str:
     """Return a page without its code and without its generated tables."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"^<!-- table: .*?^<!-- end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^<!-- (?:table|closed): .*?^<!-- end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(

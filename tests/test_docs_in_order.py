@@ -32,7 +32,7 @@ BLOCK = re.compile(
 )
 
 
-SMALL = {"dim": 32, "layers": 1, "heads": 2, "sequence": 32, "steps": 8, "checkpoint_every": 4, "batch": 2}
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "sequence": 32, "steps": 4, "checkpoint_every": 2, "batch": 2}
 SMALL |= {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
@@ -47,11 +47,11 @@ def shortened(command: str) -> str:
     """Return the same command for a run of a few steps of the preset `tiny`."""
     for pattern, by in (
         (r"--preset (demo|parity-\S+)", "--preset tiny"),
-        (r"--steps [1-9]\d*", "--steps 8"),
-        (r"--checkpoint-every \d+", "--checkpoint-every 4"),
+        (r"--steps [1-9]\d*", "--steps 4"),
+        (r"--checkpoint-every \d+", "--checkpoint-every 2"),
         (r"--(\S*tokens) \d+", r"--\1 512"),
         (r"--verify \d+", "--verify 2"),
-        (r"step-\d+", "step-000008"),
+        (r"step-\d+", "step-000004"),
         (r"--batches \d+", "--batches 2"),
     ):
         command = re.sub(pattern, by, command)
@@ -60,11 +60,13 @@ def shortened(command: str) -> str:
     if re.match(r"octavo train (mine|packed)\.toml(?!.*--dry-run)", command):
         command += " --eval-tokens 512"
     if re.match(r"octavo train --preset tiny(?!.*--steps)", command):
-        command += " --steps 8 --eval-tokens 512"
+        command += " --steps 4 --eval-tokens 512"
     if re.match(r"octavo (train|plan) --preset tiny(?!.*(layers|runs/source))", command):
         command += " --model.layers 1"
     if re.match(r"octavo pilot(?!.*--steps)", command):
         command += " --steps 3"
+    if re.match(r"octavo plan .*--memory", command) and "--no-baseline" in command:
+        command += " --compile off"  # tracing is most of a forecast, and one of them is of compiled blocks
     if command == "make demo":
         return "octavo train --preset tiny --model.layers 1 --steps 4 --out runs/demo --overwrite"
     return command

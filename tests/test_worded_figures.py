@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from octavo_bench import distributed, evidence, ladder, results
+from octavo_bench import distributed, ladder, results
 
 ROOT = Path(__file__).parents[1]
 DIRECTORY = ROOT / "benchmarks/results"
@@ -33,7 +33,7 @@ def prose(page: Path) -> str:
     """Return a page on one line, without code, generated tables, and what was tried: a digest of the log."""
     text = page.read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^<!-- table: .*?^<!-- end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^<!-- (?:table|closed): .*?^<!-- end -->$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^## What was tried$.*?(?=^## |\Z)", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"\[[^\]]*\]\([^)]*log/experiments\.md[^)]*\)", "", text)  # the log is the source
     return re.sub(r"\s+", " ", text)
@@ -135,7 +135,6 @@ MEASURED = (
              lambda: (*shares_of_tokens("short"), *shares_of_tokens("short+short"))),
     Measured("parity-protocol", "`short` is a quarter of the tokens, and twice a sixteenth", 0.0625, 0.25,
              lambda: (*shares_of_tokens("short"), *shares_of_tokens("short+short"))),
-    Measured("accuracy", "smoothed over a twentieth of the run", 0.05, 0.05, lambda: [evidence.SMOOTHED]),
     Measured("scaling", "has a quarter of the blocks", 0.25, 0.25, lambda: [
         distributed.WORKLOADS["llama-8b-blocks"].model.layers / distributed.WORKLOADS["llama-3-8b"].model.layers]),
     Measured("scaling", "Predicted memory is within a tenth of the measurement", 0.0, 0.1, memory_error),

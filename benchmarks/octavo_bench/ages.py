@@ -1,4 +1,4 @@
-"""Ages of results: how many commits have changed the code that a result file measures since it was committed.
+"""Ages of results: how many commits have changed the code that a result file measures since it was measured.
 
 `octavo bench ages` prints them, and the site says them below each table. They are not part of the committed pages: a
 page would change with every commit, and an archive without history could not check it.
@@ -26,24 +26,18 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "gemm": ("src/octavo/kernels",),
     "kernels": ("src/octavo/kernels",),
     "optimizer": ("src/octavo/optim", "src/octavo/kernels"),
-    "tiers": ("src/octavo/optim", "src/octavo/kernels"),
-    "reduce": ("src/octavo/distributed", "src/octavo/kernels"),
     "distributed": (*KERNELS, "src/octavo/distributed"),
-    "rank": (*KERNELS, "src/octavo/distributed"),
-    "data-parallel": (*KERNELS, "src/octavo/distributed"),
     "memory": (*KERNELS, "src/octavo/lab/memory", "src/octavo/optim"),
     "faults": ("src/octavo/lab/guard",),
-    "finetune": (*KERNELS, "src/octavo/lab/train"),
     "clients": (*KERNELS, "src/octavo/integrations"),
-    "pilot": (*KERNELS, "src/octavo/lab/pilot"),
     "scaling": ("benchmarks/octavo_bench/scaling.py",),
     "robustness": ("src/octavo",),
 }
-"""Kind -> paths whose code its figures depend on; others depend on `KERNELS`."""
+"""Kind -> paths whose code its figures depend on; those of other open kinds depend on `KERNELS`."""
 
 
 class Age(NamedTuple):
-    """The changes of measured code since a result file was committed."""
+    """The changes of measured code since the figures of a result file were committed."""
 
     file: str
     commits: int
@@ -65,23 +59,32 @@ def paths_of(file: str) -> tuple[str, ...]:
 
 @cache
 def age(file: str, root: Path = ROOT) -> Age | None:
-    """Return the age of a result file; None outside a clone, and for a file that is not committed."""
-    added = _git(root, "log", "-1", "--format=%H", "--", f"{RESULTS}/{file}")
-    if not added:
+    """Return the age of a result file; None without the whole history, and for a file that is not committed."""
+    log = _git(root, "log", "--format=%H %as", "--", f"{RESULTS}/{file}") if has_history(root) else None
+    if not log:
         return None
+    commits = [line.split() for line in log.splitlines()]  # the newest first
+    # A commit of a later day renames a field or counts anew; the figures are as old as the name says.
+    added = next((commit for commit, day in commits if day <= file[:10]), commits[-1][0])
     paths = paths_of(file)
     count = _git(root, "rev-list", "--count", f"{added}..HEAD", "--", *paths)
     return None if count is None else Age(file, int(count), paths)
 
 
+@cache
+def has_history(root: Path = ROOT) -> bool:
+    """Return whether `root` is a clone, or a worktree of one, with all commits; a shallow one would count too few."""
+    inside = (root / ".git").exists()  # and not an archive that lies in another repository
+    return inside and _git(root, "rev-parse", "--is-shallow-repository") == "false"
+
+
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return what Git prints; None if there is no Git or no clone with the whole history at `root`."""
+    """Return what Git prints; None if it fails or is not there."""
     try:
-        shallow = (root / ".git" / "shallow").exists()
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return None if shallow or done.returncode or not (root / ".git").exists() else done.stdout.strip()
+    return None if done.returncode else done.stdout.strip()
 
 
 def with_ages(markdown: str, root: Path = ROOT) -> str:
@@ -102,7 +105,7 @@ def ages(root: Path = ROOT) -> Iterator[Age]:
 
 
 def command(*, root: Annotated[Path, Parameter(negative=())] = ROOT) -> int:
-    """Print how many commits have changed the measured code since each result file was committed.
+    """Print how many commits have changed the measured code since the figures of each result file were committed.
 
     Parameters
     ----------
@@ -111,7 +114,9 @@ def command(*, root: Annotated[Path, Parameter(negative=())] = ROOT) -> int:
     """
     rows = [(f"`{each.file}`", str(each.commits), ", ".join(each.paths)) for each in ages(root)]
     if not rows:
-        print(f"{root}: no clone with its history: ages are unknown.")
+        print(
+            f"{root}: not a clone with its whole history, so ages are unknown. In a shallow one: git fetch --unshallow."
+        )
         return 1
     print(table(("result", "commits since", "to"), rows))
     return 0

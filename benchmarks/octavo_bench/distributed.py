@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,6 @@ from octavo_bench.ranks import any_rank, process_group, under_torchrun
 from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
 from octavo_bench.sharded import Implementation, Layout, Whole, implementations, lay_out, part_of_batch
-from octavo_bench.step import PARTS, PEAK, SPEED
 from octavo_bench.timing import attempt, beside, peak_gib
 from octavo_bench.traffic import Traffic
 
@@ -71,7 +69,7 @@ def _beside(row: Row, first: Row) -> Row:
         more["waited_ratio"] = first["waited_ms"] / row["waited_ms"]
     if row is not first:
         for name, key in (("less_memory", "peak_gib"), ("less_wire", "wire_bytes")):
-            more |= {name: 100 * (row[key] / first[key] - 1)} if first[key] else {}
+            more |= {name: 100 * (row[key] / first[key] - 1)} if first.get(key) else {}
     return row | more
 
 
@@ -84,7 +82,7 @@ KIND = Kind(
     name="distributed",
     keys={
         "workload": str, "implementation": str, "tokens_per_s_per_gpu": float, "ratio_to_bf16": float,
-        "peak_gib": float, "wire_bytes": int,
+        "peak_gib": float,
     },
     columns=(
         ("workload", "{workload}"),
@@ -104,25 +102,6 @@ KIND = Kind(
     derived=_derived,
     show=by_workload,
     session=("hardware", "workload", "layout", "ranks"),  # each beside BF16 of its own
-)  # fmt: skip
-
-
-def parts_by_workload(rows: Sequence[Row]) -> str:
-    """Return one line per implementation and number of ranks: a step of one rank alone, and its parts."""
-    groups = grouped(rows, "workload").values()
-    return "\n\n".join(f"{_title(own[0])}\n\n{figures(RANK.columns, own, RANK.names)}" for own in groups)
-
-
-RANK = Kind(
-    name="rank",
-    keys={
-        "workload": str, "implementation": str, "ranks": int, "ms": float, "ratio_to_bf16": float, "peak_gib": float,
-    },
-    columns=(("ranks", "{ranks}"), ("layout", "{layout}"), *SPEED, *PARTS, PEAK),
-    names=3,
-    told=(("tokens/s/GPU", "{tokens_per_s_per_gpu:,.0f}"), *TOLD, ("last loss", "{last_loss:.4f}")),
-    derived=_derived,
-    show=parts_by_workload,
 )  # fmt: skip
 
 
@@ -160,22 +139,25 @@ WORKLOADS = {
 one billion on long sequences; one for tests."""
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """A measurement."""
+    """A measurement; each layout is compared with BF16 of the same layout."""
 
-    workload: str
-    """A name in `WORKLOADS`."""
-    layouts: tuple[Layout, ...] = (Layout(),)
-    """Each is compared with BF16 of the same layout."""
-    only: tuple[str, ...] = ()
-    """Implementations, besides BF16; all if empty."""
+    workload: str = "llama-3-8b"
+    """llama-3-8b, llama-8b-blocks (eight blocks of it), llama-1b-blocks-32k, llama-1b-blocks-128k or tiny-model."""
+    layout: Names = ("data",)
+    """data, tensor=N, either with ,graph (a CUDA graph), context=N (not compiled), pipeline=N or pipeline=N,fp8 (FP8
+    between stages), or several."""
+    only: Names = ()
+    """Implementations besides BF16; all by default."""
     steps: int = 8
-    """Timed steps; the median is reported."""
+    """Timed steps, after a warm-up; the median is reported."""
     seconds: float | None = None
-    """Seconds after which no further implementation is started; None: no limit."""
-    alone_of: int | None = None
-    """Number of ranks of which one is measured without the others (`octavo_bench.ranks`); None: `torchrun`'s ranks."""
+    """Seconds after which no further implementation is started."""
+
+
+BY_DEFAULT = Work()
 
 
 def bench_distributed(work: Work) -> Iterator[Row]:
@@ -187,12 +169,12 @@ def bench_distributed(work: Work) -> Iterator[Row]:
     `communication_ms`, `idle_ms`. Concurrent kernels count in each part.
 
     Raises:
-        ConfigError: an unknown workload or implementation, or a layout that does not fit the ranks.
+        ConfigError: an unknown workload, implementation or layout, or no steps.
     """
-    workload, chosen = _check(work)
-    with process_group(work.alone_of) as device:
+    workload, chosen, layouts = _check(work)
+    with process_group() as device:
         began = time.perf_counter()
-        for layout in work.layouts:
+        for layout in layouts:
             baseline: Row | None = None
             for implementation in chosen:
                 row = _about(workload, implementation, layout)
@@ -205,11 +187,13 @@ def bench_distributed(work: Work) -> Iterator[Row]:
                     yield beside(row, baseline)
 
 
-def _check(work: Work) -> tuple[Workload, list[Implementation]]:
+def _check(work: Work) -> tuple[Workload, list[Implementation], list[Layout]]:
     found = implementations()
     names = {BF16, *(known("--only", name, list(found), "implementation") for name in work.only or found)}
     workload = WORKLOADS[known("--workload", work.workload, list(WORKLOADS), "workload")]
-    return workload, [implementation for name, implementation in found.items() if name in names]
+    positive("--steps", work.steps)
+    chosen = [implementation for name, implementation in found.items() if name in names]
+    return workload, chosen, [parse_layout(text) for text in work.layout]
 
 
 def _about(workload: Workload, implementation: Implementation, layout: Layout) -> Row:
@@ -222,8 +206,6 @@ def _measure(
     workload: Workload, implementation: Implementation, layout: Layout, work: Work, device: torch.device
 ) -> Row:
     ranks = dist.get_world_size()
-    if layout.stages > 1 and work.alone_of is not None:
-        raise ConfigError("a rank alone has no other stages to talk to: measure a pipeline by torchrun.")
     if ranks % (layout.tensor * layout.context * layout.stages):
         raise ConfigError(f"{ranks} ranks cannot be divided into {layout}.")
     warm_up = WARM_UP + (2 if layout.graph else 0)
@@ -242,7 +224,7 @@ def _measure(
         "tokens_per_s_per_gpu": workload.model.sequence * workload.sequences / layout.context / timed["ms"] * 1e3,
         **({} if profiled is None else profiled.spent(timed["ms"])),
         "peak_gib": peak,
-        **({} if work.alone_of or layout.context > 1 else _traffic(training.step, device)),  # a ring is of DTensors
+        **({} if layout.context > 1 else _traffic(training.step, device)),  # a ring is of DTensors
         "losses": [_mean_of_ranks(loss, device) for loss in training.losses[: warm_up + work.steps]],
     }
 
@@ -342,48 +324,7 @@ def _largest(value: float, device: torch.device) -> float:
     return known.item()
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flags:
-    """Flags of both commands."""
-
-    workload: str = "llama-3-8b"
-    """llama-3-8b, llama-8b-blocks (eight blocks of it), llama-1b-blocks-32k, llama-1b-blocks-128k or tiny-model."""
-    layout: Names = ("data",)
-    """data, tensor=N, either with ,graph (a CUDA graph), context=N (not compiled), pipeline=N or pipeline=N,fp8 (FP8
-    between stages), or several. A rank alone has no pipeline."""
-    only: Names = ()
-    """Implementations besides BF16; all by default."""
-    steps: int = 8
-    """Timed steps, after a warm-up; the median is reported."""
-    seconds: float | None = None
-    """Seconds after which no further implementation is started."""
-
-    def work(self, alone_of: int | None = None) -> Work:
-        """Return the measurement that the flags describe.
-
-        Raises:
-            ConfigError: an impossible layout or number.
-        """
-        return Work(
-            workload=self.workload,
-            layouts=tuple(map(parse_layout, self.layout)),
-            only=self.only,
-            steps=positive("--steps", self.steps),
-            seconds=self.seconds,
-            alone_of=alone_of,
-        )
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Flags that repeat the measurement."""
-        return {"workload": self.workload, "layout": self.layout, "only": self.only, "steps": self.steps}
-
-
-BY_DEFAULT = Flags()
-
-
-def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
+def command(*, work: Work = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
     """Train a Llama on the ranks of torchrun: FSDP2 in BF16, torchao if installed, and Octavo.
 
     For example:
@@ -397,33 +338,7 @@ def command(*, flags: Flags = BY_DEFAULT, output: Output = TO_STDOUT) -> int:
             "torchrun --nproc-per-node 4 -m octavo bench distributed"
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return output.finish(KIND, bench_distributed(flags.work()), device=device, **flags.given)
-
-
-def rank(
-    *,
-    ranks: Annotated[tuple[int, ...], Parameter(negative=())] = (4,),
-    flags: Flags = BY_DEFAULT,
-    output: Output = TO_STDOUT,
-) -> int:
-    """Train one rank's part of a Llama without the other ranks: its computation and its memory.
-
-    Collectives copy this rank's data in place of the others', without network time.
-    One GPU thus measures its part of a step on any number of GPUs; the rest of a real step is network time.
-
-    For example:
-
-        octavo bench rank --ranks 4 --write benchmarks/results
-        octavo bench rank --ranks 512 --only "octavo folded"
-
-    Parameters
-    ----------
-    ranks
-        Ranks that share the model; repeat the flag for further measurements.
-    """
-    rows = (row for count in ranks for row in bench_distributed(flags.work(positive("--ranks", count))))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return output.finish(RANK, rows, device=device, ranks=ranks, **flags.given)
+    return output.finish(KIND, bench_distributed(work), device=device, **asdict(work))
 
 
 def parse_layout(text: str) -> Layout:

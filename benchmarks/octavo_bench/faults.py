@@ -207,7 +207,7 @@ class _Notes:
         if isinstance(event, GuardEvent):
             self.notes.append(event)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         pass
 
 

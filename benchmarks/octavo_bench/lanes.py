@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo import recipes
 from octavo._util.collector import no_collection
-from octavo.conversion import Policy, convert, disabled, enable, make_plan
+from octavo.conversion import Policy, convert, disabled, enable
 from octavo.conversion.policy import DEFAULTS, SAVED
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.data.loader import permutation
@@ -42,7 +42,6 @@ from octavo.optim import AdamW, states_named
 from octavo.recipes import OPERANDS, Recipe
 from octavo_bench.installed_text import InstalledText
 from octavo_bench.kind import known
-from octavo_bench.one_operand import emulate, unrounded
 
 BF16 = "bf16"
 CONTROL = "bf16 + 1 ulp"
@@ -297,7 +296,7 @@ class Lane:
 
     def _in_bf16(self, work: Callable[[], None]) -> Callable[[], None]:
         def in_bf16() -> None:
-            with disabled(self.model), unrounded(self.model):
+            with disabled(self.model):
                 work()
 
         return in_bf16
@@ -580,7 +579,6 @@ OUTSIDE = {
     "policy": (*OPTIONS,),
     "run": ("last_share", "last_recipe", DISABLED),
     "optimizer": ("states",),
-    "emulate": ("only",),
 }
 """Tables outside the recipe that an arm may change, and the options of each."""
 
@@ -652,20 +650,6 @@ def is_disabled(arm: str) -> bool:
     return value is not None
 
 
-def emulated_operand(arm: str) -> str | None:
-    """Return the operand of fprop, `input` or `weight`, that alone is rounded, as in `rotated+emulate.only=weight`.
-
-    Raises:
-        ConfigError: another operand, or an option that has no effect beside it.
-    """
-    role = _outside(arm, "emulate").get("only")
-    if role is not None:
-        known("--recipes", role, OPERANDS["fprop"], "operand of fprop")
-        if _outside(arm, "policy") or _outside(arm, "run"):
-            raise ConfigError(f"--recipes: '{arm}': one emulated operand goes with no other change outside the recipe.")
-    return role
-
-
 def states_of(arm: str) -> str | None:
     """Return the tier of an arm's optimizer states, as in `folded+optimizer.states=fp8`; None for PyTorch's AdamW.
 
@@ -710,19 +694,15 @@ def _parse(arm: str) -> tuple[str, dict[str, Any]]:
 
 
 def convert_by(model: nn.Module, arm: str, recipe: Recipe, tokens: int) -> None:
-    """Convert a model to a recipe with the policy of an arm, or emulate one operand of it.
+    """Convert a model to a recipe with the policy of an arm.
 
     Raises:
         UnsupportedError: a layer that is neither a head nor a router, nor named by the arm, would stay in BF16, so that
             the arm's name would be wrong; or an option of the policy has no effect.
     """
-    policy, role = policy_of(arm), emulated_operand(arm)
+    policy = policy_of(arm)
     named = {*DEFAULTS.values(), KEPT, *policy.blocks_to_keep(model).values()}
-    if role is None:
-        plan = convert(model, recipe, policy=policy, tokens=tokens, strict=True)
-    else:
-        plan = make_plan(model, recipe, policy=policy, tokens=tokens)
-        emulate(model, plan, role)
+    plan = convert(model, recipe, policy=policy, tokens=tokens, strict=True)
     for layer in plan.layers:
         if recipe.is_fp8 and layer.recipe == "bf16" and layer.reason not in named:
             raise UnsupportedError(f"'{arm}' leaves {layer.name} in BF16: {layer.reason}.")

@@ -12,7 +12,7 @@ import torch
 from cyclopts import Parameter
 
 import octavo
-from octavo.errors import NonFiniteError, RunError, UnsupportedError
+from octavo.errors import ConfigError, NonFiniteError, RunError, UnsupportedError
 from octavo.kernels.storage import Storage
 from octavo.lab import memory
 from octavo.lab.memory.forecast import GIB
@@ -23,7 +23,7 @@ from octavo.optim.states import States
 from octavo_bench.kind import TO_STDOUT, Kind, Names, Output, known
 from octavo_bench.render import figures, grouped, has_failed
 from octavo_bench.results import Row
-from octavo_bench.timing import attempt, made_in_bf16, peak_gib
+from octavo_bench.timing import attempt, made_in_bf16, median_ms, peak_gib
 from octavo_bench.workloads import WORKLOADS, Workload
 
 USABLE = 0.95
@@ -31,18 +31,24 @@ USABLE = 0.95
 
 
 def by_workload(rows: Sequence[Row]) -> str:
-    """Return one line per workload and case: parameters, measured and predicted peak, and the forecast by kind."""
+    """Return one line per workload and case: parameters, measured and predicted peak, and the forecast by kind.
+
+    Where steps were timed there is also the speed, relative to the first case's.
+    """
     shown = list[Row]()
     for own in grouped(rows, "workload").values():
         first = next((row["peak_gib"] for row in own if not has_failed(row)), 0.0)
+        ms = next((row["ms"] for row in own if "ms" in row), 0.0)
         for row in own:
             if has_failed(row):
                 about = {key: row[key] for key in ("workload", "implementation", "predicted_gib") if key in row}
                 shown.append(about | {"peak": "failed"})
             else:
                 less = {} if "largest" in row["workload"] else {"less": 1 - row["peak_gib"] / first}
-                shown.append(row | _derived(row) | less)
-    return figures(KIND.columns, shown, every=True)
+                faster = {"speed": ms / row["ms"]} if "ms" in row else {}
+                shown.append(row | _derived(row) | less | faster)
+    timed = any("speed" in row for row in shown)
+    return figures((*KIND.columns, *SPEED) if timed else KIND.columns, shown, every=True)
 
 
 def _derived(row: Row) -> Row:
@@ -67,6 +73,7 @@ KIND = Kind(
     derived=_derived,
     show=by_workload,
 )
+SPEED = (("ms per step", "{ms:.1f}"), ("times the first's speed", "{speed:.2f}"))
 
 _FP32 = Storage("fp32")
 COMMON = States(name="fp32", about="FP32 moments, and a master apart", first=_FP32, second=_FP32, master=_FP32)
@@ -89,6 +96,9 @@ CASES = {
     "bf16, fp32 adam": Case(),
     "folded, fp8 states": Case(recipe="folded", policy=octavo.Policy(min_gain=0.0), states="fp8"),
     "folded_fast, fp8-lm states": Case(recipe="folded_fast", policy=octavo.Policy(min_gain=0.0), states="fp8-lm"),
+    "folded_fast + fp8 head, fp8-lm states": Case(
+        recipe="folded_fast", policy=octavo.Policy(min_gain=0.0, keep_defaults=False), states="fp8-lm"
+    ),
     "folded, fp8 weights and activations, fp8-min states, released gradients": Case(
         recipe="folded", policy=_LEAN, states="fp8-min", release=True
     ),
@@ -97,7 +107,9 @@ CASES = {
 BASELINE, *_, LEANEST = CASES
 
 
-def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bool = False) -> Iterator[Row]:
+def bench_memory(
+    workload: Workload, names: tuple[str, ...] = (), *, largest: bool = False, steps: int = 0
+) -> Iterator[Row]:
     """Yield one row per case; rows of failed ones have `error`.
 
     Args:
@@ -105,6 +117,7 @@ def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bo
         names: of `CASES`; by default all, with `largest` the baseline and the leanest.
         largest: measure the largest model of the workload's proportions that is predicted to fit, with one sequence per
             step, instead of the workload.
+        steps: timed steps after the two whose peak is measured; 0 for none.
 
     Raises:
         RunError: there is no CUDA device.
@@ -119,7 +132,7 @@ def bench_memory(workload: Workload, names: tuple[str, ...] = (), *, largest: bo
         about: Row = {"workload": chosen.name, "implementation": name, "shape": asdict(chosen)}
         row = attempt(about, lambda: predict(chosen, CASES[name]).to_dict())  # noqa: B023  # called at once
         if "error" not in row:  # the row keeps the forecast if the measurement fails
-            row = attempt(row, partial(_measure, chosen, CASES[name], row["predicted_gib"]), "cuda")
+            row = attempt(row, partial(_measure, chosen, CASES[name], row["predicted_gib"], steps), "cuda")
         yield row
 
 
@@ -172,8 +185,8 @@ def _of_shape(workload: Workload, model: Any) -> Workload:
     return replace(workload, name=f"largest {workload.name}", batch=1, layers=model.layers, **shape)
 
 
-def _measure(workload: Workload, case: Case, predicted_gib: float) -> Row:
-    """Return the peak memory allocated by building the program and making two steps."""
+def _measure(workload: Workload, case: Case, predicted_gib: float, steps: int) -> Row:
+    """Return the peak memory allocated by building the program and making two steps, and the median of timed ones."""
     torch.cuda.reset_peak_memory_stats()
     program = build(workload, case, "cuda")
     for _ in range(2):
@@ -182,7 +195,19 @@ def _measure(workload: Workload, case: Case, predicted_gib: float) -> Row:
     if not math.isfinite(float(loss)):
         raise NonFiniteError(f"the loss of {workload.name} is {float(loss)} at the second step.")
     peak = peak_gib("cuda")
-    return {"peak_gib": round(peak, 3), "error_percent": round((predicted_gib / peak - 1) * 100, 2)}
+    row = {"peak_gib": round(peak, 3), "error_percent": round((predicted_gib / peak - 1) * 100, 2)}
+    return row | (_timed(program, workload.tokens, steps) if steps else {})
+
+
+def _timed(program: memory.Program, tokens: int, steps: int) -> Row:
+    """Return the median milliseconds of whole steps, the optimizer's update included."""
+
+    def step() -> None:
+        program.forward_backward()
+        program.update()
+
+    ms = median_ms(step, "cuda", steps)
+    return {"ms": round(ms, 3), "tokens_per_s": round(tokens / ms * 1000)}
 
 
 def command(
@@ -190,6 +215,7 @@ def command(
     workload: str = "llama-1b",
     only: Names = (),
     largest: Annotated[bool, Parameter(negative=())] = False,
+    steps: int = 0,
     output: Output = TO_STDOUT,
 ) -> int:
     """Train two steps of a Llama in BF16 and by Octavo's options, and compare peak memory with the forecast.
@@ -200,6 +226,7 @@ def command(
 
         octavo bench memory
         octavo bench memory --largest
+        octavo bench memory --workload 175b --steps 6
 
     Parameters
     ----------
@@ -209,8 +236,12 @@ def command(
         Cases to measure; all by default.
     largest
         Train the largest model of the workload's proportions that is predicted to fit this GPU instead.
+    steps
+        Time this many further steps of each case, so that memory and speed are of one run; by default none.
     """
+    if steps < 0:
+        raise ConfigError(f"--steps: {steps} is negative. It is the number of timed steps, 0 for none.")
     chosen = WORKLOADS[known("--workload", workload, list(WORKLOADS), "workload")]
     names = tuple(known("--only", name, list(CASES), "case") for name in only)
-    rows = bench_memory(chosen, names, largest=largest)
-    return output.finish(KIND, rows, device="cuda", workload=workload, only=only, largest=largest)
+    rows = bench_memory(chosen, names, largest=largest, steps=steps)
+    return output.finish(KIND, rows, device="cuda", workload=workload, only=only, largest=largest, steps=steps or None)

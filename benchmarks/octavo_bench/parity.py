@@ -44,7 +44,6 @@ from octavo_bench.lanes import (
     Snapshot,
     Training,
     allow_many_compilations,
-    emulated_operand,
     policy_of,
     recipe_of,
     run_together,
@@ -166,8 +165,7 @@ def command(
         FP8 recipes, separated by commas; `none`: BF16 alone. Changes follow a recipe after `+`: keys of the recipe;
         `policy.`: tensors saved for backward or layers left in BF16; `run.last_share=`: share of the last steps with
         fprop in BF16, or by the recipe of `run.last_recipe=`; `run.disabled=yes`: converted, all layers in BF16;
-        `emulate.only=`: one operand of fprop rounded, all else BF16; `optimizer.states=`: tier of the moments. `*` is
-        both operands of a GEMM: `rotated+fprop.*.rotation=64`.
+        `optimizer.states=`: tier of the moments. `*` is both operands of a GEMM: `rotated+fprop.*.rotation=64`.
     plots
         Directory for the pictures of all committed results, or of those in `--write` if given; needs matplotlib.
     """
@@ -548,11 +546,10 @@ def check_recipes(names: Sequence[str]) -> None:
         policy_of(name)
         schedule_of(name, 1)
         states_of(name)
-        emulated_operand(name)
         if not recipe.is_fp8:
             raise ConfigError(f"--recipes: '{name}' has no FP8 GEMM: BF16 is trained in any case.")
         if recipe.has_stored_scales:
             raise ConfigError(
                 f"--recipes: '{name}' keeps scales between steps, which one seed would pass on to the next. "
-                "`octavo bench compare` trains each run in its own process."
+                "Train it with `octavo train`, which has one run to a process."
             )

@@ -213,6 +213,22 @@ def _study(measured: Measured) -> tuple[Sequence[ladder.Gap], Sequence[Row]] | N
     return None
 
 
+def studies(directory: Path) -> dict[str, dict[str, object]]:
+    """Return by recipe the gap of the study that README quotes, for the package: a run's verdict quotes it too."""
+    gaps, rows = _study(Measured.read(directory)) or ((), [{}])
+    return {
+        gap.arm: {
+            "arm": _ARMS.get(gap.arm, gap.arm).replace("`", ""),
+            "percent": round(gap.mean, 4),
+            "half_width": round(gap.half_width or 0.0, 4),
+            "pairs": len(gap.differences),
+            "parameters": _parameters(rows[0]["model"]),
+            "tokens": rows[0]["tokens"],
+        }
+        for gap in gaps
+    }
+
+
 def _gap_line(recipe: str, mean: float, half_width: float | None, pairs: int, model: str, tokens: int) -> str:
     within = "" if half_width is None else f" ± {half_width:.2f} %"
     trained = f"{pairs} pairs of a Llama of {_parameters(model)} on {tokens / 1e6:.0f} M tokens"

@@ -45,8 +45,6 @@ class Schema:
     """Rows may have `error`, a text, in place of their figures: a failure is a result."""
     session: tuple[str, ...] = ("workload", "model", "tokens")
     """Keys whose values the rows of a session share; `hardware` is that of the file."""
-    closed: bool = False
-    """The question is answered: results are kept, and no command adds to them."""
 
     def case(self, row: Row) -> Key:
         """Return the values that identify a row within its session."""
@@ -89,8 +87,9 @@ class Schema:
 @cache
 def schemas() -> dict[str, Schema]:
     """Return the schema of every kind by name, in the order of the commands, then the closed ones."""
-    files = dict.fromkeys((*(place.partition(":")[0] for place in cli.COMMANDS.values()), "closed"))
+    files = dict.fromkeys(place.partition(":")[0] for place in cli.COMMANDS.values())
     found = [value for name in files for value in vars(import_module(f"octavo_bench.{name}")).values()]
+    found += import_module("octavo_bench.closed").STUDIES
     return {schema.name: schema for schema in found if isinstance(schema, Schema)}
 
 
@@ -136,8 +135,7 @@ class Result:
         software = ", ".join(f"{key} {value}" for key, value in self.versions.items())
         commands = self.command.split("; ")
         if len(commands) == 1:
-            then = ", a command of that version" if _schema(self.kind).closed else ""
-            return f"Measured on {self.hardware} ({software}) with `{self.command}`{then}: `{self.file_name}`."
+            return f"Measured on {self.hardware} ({software}) with `{self.command}`: `{self.file_name}`."
         measured = f"Measured on {self.hardware} ({software}): `{self.file_name}`."
         fold = ["<details>", "<summary>Commands</summary>", "", "```text", *commands, "```", "", "</details>"]
         return "\n".join([measured, "", *fold])

@@ -2,16 +2,17 @@
 
 A page has a table between two lines, and only the text between them is written:
 
-    <!-- table: parity -->
+    <!-- table: step -->
     <!-- end -->
 
 `octavo bench tables` writes every page; with `--check` it names the pages that are not current and exits with 1. Tables
-of measurements are defined by one kind, or show several (`readme`, `choice`); tables of facts come from the code
-(`facts`).
+of measurements are defined by one kind, or show several (`readme`); tables of facts come from the code
+(`facts`); those of closed studies are only checked (`closed`).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -20,35 +21,46 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from octavo.errors import ConfigError, did_you_mean
-from octavo_bench import facts, readme
-from octavo_bench.choice import choice
+from octavo_bench import closed, facts, readme
 from octavo_bench.kind import kinds
 from octavo_bench.render import Table
 
-MARK = re.compile(r"^<!-- (?:table: (?P<name>\S+)|(?P<end>end)) -->$")
+STUDIES = Path("src/octavo/lab/train/presets/studies.json")
+"""What the package has of the parity study, which the verdict of a run quotes."""
+MARK = re.compile(r"^<!-- (?:(?:table:|closed: (?P<digest>\w+)) (?P<name>\S+)|(?P<end>end)) -->$")
 
 
 def fill(text: str, directory: Path, where: str) -> str:
     """Return the page `text` with every table between markers rewritten; `where` names it in errors.
 
     Raises:
-        ConfigError: a table that does not end, an end without a table, or an unknown table.
+        ConfigError: a table without an end, an end without a table, an unknown table, or a closed one that changed.
     """
     lines: list[str] = []
-    open_table: str | None = None
+    body: list[str] = []
+    begun: re.Match[str] | None = None
     for number, line in enumerate(text.splitlines(), start=1):
         mark = MARK.match(line)
         if mark is None:
-            lines += [] if open_table else [line]
+            (body if begun else lines).append(line)
             continue
-        if bool(mark["end"]) != bool(open_table):
-            problem = f"'{open_table}' has no end before this line" if open_table else "ends a table that never began"
+        if bool(mark["end"]) != bool(begun):
+            problem = f"'{begun['name']}' has no end before this line" if begun else "ends a table that never began"
             raise ConfigError(f"{where}:{number}: {line}: {problem}.")
-        lines.append(f"{render(open_table, directory)}\n{line}" if open_table else line)
-        open_table = mark["name"]
-    if open_table:
-        raise ConfigError(f"{where}: the table '{open_table}' has no `<!-- end -->`.")
+        if begun:
+            lines.append(_content(begun, "\n".join(body), directory, where))
+        lines.append(line)
+        begun, body = None if begun else mark, []
+    if begun:
+        raise ConfigError(f"{where}: the table '{begun['name']}' has no `<!-- end -->`.")
     return "\n".join(lines) + "\n"
+
+
+def _content(mark: re.Match[str], text: str, directory: Path, where: str) -> str:
+    """Return what belongs between two marks; `text` is there now."""
+    if mark["digest"]:
+        return closed.check(mark["name"], text, mark["digest"], where)
+    return render(mark["name"], directory)
 
 
 def pages(root: Path) -> list[Path]:
@@ -62,6 +74,9 @@ def outdated(root: Path) -> dict[Path, str]:
     directory = root / "benchmarks" / "results"
     texts = {page: page.read_text(encoding="utf-8") for page in pages(root)}
     current = {page: fill(text, directory, str(page.relative_to(root))) for page, text in texts.items()}
+    if (packaged := root / STUDIES).is_file():
+        texts[packaged] = packaged.read_text(encoding="utf-8")
+        current[packaged] = json.dumps(readme.studies(directory), indent=1) + "\n"
     return {page: text for page, text in current.items() if text != texts[page]}
 
 
@@ -85,7 +100,7 @@ def tables() -> dict[str, Table]:
     found: dict[str, Table] = {name: kind.table for name, kind in kinds().items()}
     for kind in kinds().values():
         found |= kind.tables
-    return found | {"choice": choice, **readme.TABLES}
+    return found | {**readme.TABLES}
 
 
 def render(name: str, directory: Path) -> str:

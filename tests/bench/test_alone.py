@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from alone import join_alone
 from torch.distributed.device_mesh import init_device_mesh
-
-from octavo.lab.cli.main import main
-from octavo_bench.distributed import RANK
-from octavo_bench.ranks import join_alone
 
 RANKS = 3
 
@@ -63,23 +59,3 @@ def test_a_mesh_has_groups_of_its_own(group: None) -> None:
     assert x.tolist() == [1, 1] and mesh["all"].size() == RANKS
     dist.all_reduce(x, group=mesh.get_group("all"))
     assert x.tolist() == [RANKS, RANKS]
-
-
-def rows_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, object]]]:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "rank", "--workload", "tiny-model", "--steps", "1", "--json", *arguments])
-    rows: list[dict[str, object]] = json.loads(capsys.readouterr().out)
-    return int(ended.value.code or 0), rows
-
-
-def test_a_rank_is_measured_for_each_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("bf16", "octavo folded, fp8-block")
-    code, rows = rows_of("--ranks", "2", "--ranks", "4", "--layout", "tensor=2", "--only", names[1], capsys=capsys)
-    assert code == 0 and all(RANK.keys.keys() <= row.keys() and "wire_bytes" not in row for row in rows)
-    assert [(row["ranks"], row["implementation"]) for row in rows] == [(n, name) for n in (2, 4) for name in names]
-    assert not dist.is_initialized()
-
-
-def test_a_pipeline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    code, rows = rows_of("--layout", "pipeline=2", "--only", "octavo folded", capsys=capsys)
-    assert code == 1 and all("no other stages to talk to" in str(row["error"]) for row in rows)

@@ -31,8 +31,8 @@ def test_the_table_has_no_column_of_the_line_alone() -> None:
 
 def test_every_command_that_measures_has_a_kind() -> None:
     found = kinds()
-    assert [*found][:5] == ["demo", "control", "parity", "data-parallel", "ladder"]
-    assert {"ablation", "optimizer", "distributed", "rank", "scaling"} <= found.keys()
+    assert [*found][:5] == ["demo", "control", "ladder", "portability", "step"]
+    assert {"optimizer", "distributed", "scaling"} <= found.keys()
     assert all(name == kind.name for name, kind in found.items())
 
 

@@ -419,3 +419,12 @@ def line_by_matrices(x: list[float], y: list[float], at: float) -> str:
     variance = np.square(np.array(y) - design @ weights).sum() / 2
     point = np.array([1.0, at])
     return f"{point @ weights:+.2f} % ± {4.303 * math.sqrt(variance * (point @ inverse @ point)):.2f} %"
+
+
+def test_a_compact_picture_has_the_same_lines_and_text() -> None:
+    path = '<path d="M 0.12345 1.987 \nL 2 3.14159 \nL 4 5 \nz\n" style="opacity: 0.25"/>'
+    curve = '<path d="M 0 1 \nC 0.265 1 2 3 4 5 \nL 6 7 \n"/>'
+    assert ladder_plots.compact(f"<g>\n  {path}\n  <text>0.125</text>\n</g>") == (
+        '<g>\n<path d="M 0.1 2 2 3.1 4 5 z" style="opacity: 0.25"/>\n<text>0.125</text>\n</g>'
+    )
+    assert ladder_plots.compact(curve) == '<path d="M 0 1 C 0.3 1 2 3 4 5 L 6 7"/>'

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.errors import ConfigError, UnsupportedError
+from octavo.errors import ConfigError
 from octavo.nn import Linear
 from octavo.nn.grouped import GroupedLinear
-from octavo.numerics import dequantize, quantize, rotate
 from octavo.optim import TIERS
 from octavo.recipes import Recipe
 from octavo_bench import ladder
@@ -37,7 +36,6 @@ from octavo_bench.lanes import (
     score_together,
     states_of,
 )
-from octavo_bench.one_operand import RoundedLinear, unrounded
 from octavo_bench.parity import check_recipes
 
 TINY = replace(ladder.SIZES["tiny"], tokens_per_parameter=0.1)
@@ -162,44 +160,6 @@ def test_a_converted_arm_with_all_layers_disabled_is_bf16(name: str, lanes: dict
         scores = score_together([lane], bf16)[0]
         assert [*scores] == ["heldout", "heldout_bf16", "heldout_of_bf16"]
         assert all(score == bf16.heldout() for score in scores.values())
-
-
-@pytest.mark.parametrize("recipe", ["rotated", "folded"])
-def test_one_operand_of_fprop_alone_is_rounded(recipe: str, lanes: dict[str, Lane]) -> None:
-    bf16 = finish(lanes[BF16], 0)
-    for role in ("input", "weight"):
-        lane = Lane(f"{recipe}+emulate.only={role}", TINY, text(), CPU)
-        losses = finish(lane, 0)
-        assert torch.equal(finish(lane, 0), losses)
-        assert not torch.equal(losses, bf16) and torch.allclose(losses, bf16, rtol=1e-2)
-        scores = score_together([lane], lanes[BF16])[0]
-        assert scores["heldout_of_bf16"] != lanes[BF16].heldout() == lane.heldout("heldout_bf16")
-
-
-def test_a_rounded_operand_is_the_specifications() -> None:
-    target = recipe_of("rotated+fprop.*.rotation=32+fprop.*.hadamard=sylvester").plan.w
-    layer = RoundedLinear(32, 8, bias=False)
-    layer.role, layer.target, layer.enabled = "weight", target, True
-    x = torch.randn(3, 2, 32)
-    weight = layer.weight.detach()
-    values = rotate(dequantize(quantize(weight, "int8", "row", "float32", rotation=-32)), -32)
-    y = layer(x)
-    assert torch.equal(y, x @ values.t()) and not torch.equal(values, weight)
-    y.sum().backward()
-    torch.testing.assert_close(layer.weight.grad, x.sum((0, 1)).expand(8, -1))
-    with unrounded(layer):
-        assert torch.equal(layer(x), torch.nn.functional.linear(x, weight))
-
-
-def test_what_one_operand_does_not_go_with() -> None:
-    with pytest.raises(ConfigError, match="operand of fprop"):
-        check_recipes(["rotated+emulate.only=grad_output"])
-    for other in ("policy.memory=low", "run.last_share=0.3"):
-        with pytest.raises(ConfigError, match="no other change"):
-            check_recipes([f"rotated+emulate.only=input+{other}"])
-    own = replace(ladder.SIZES["moe-tiny"], tokens_per_parameter=0.1)
-    with pytest.raises(UnsupportedError, match=r"no nn\.Linear"):
-        Lane("rotated+emulate.only=input", own, text(), CPU)
 
 
 def test_disabled_is_yes_and_has_no_last_share() -> None:

@@ -46,7 +46,8 @@ def test_no_result_makes_no_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("study", registered.ARMS)
 def test_arms_with_results_are_of_registered_studies(study: str) -> None:
-    assert study in [row[0] for row in registered.REGISTERED]
+    page = (Path(__file__).parents[2] / "docs/explanation/parity-protocol.md").read_text()
+    assert f"\n| {study} |" in page.split("parity-registered -->")[1].split("<!-- end -->")[0]
     for size, condition in registered.ARMS[study]:
         assert under(condition, SIZES[size])
-        assert all(recipe_of(arm) for arm in registered.ARMS[study][size, condition])
+        assert all(recipe_of(arm) for arm in registered.ARMS[study][size, condition] if "emulate" not in arm)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from octavo.errors import ConfigError
 from octavo_bench import campaign, command_line, malformed
-from octavo_bench.campaign import Outcome
+from octavo_bench.campaign import Outcome, Trial
 from octavo_bench.command_line import Ended
 
 
@@ -56,45 +56,28 @@ def test_a_bad_end_is_noticed(ended: Ended, fault: str) -> None:
 
 
 @pytest.fixture
-def cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class with a case for each outcome."""
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class with a trial of each outcome."""
 
-    def raising(error: Exception) -> campaign.Case:
-        def case(draw: Random) -> Outcome:
-            raise error
+    def trials(tried: int, seed: int) -> Iterator[Trial]:
+        outcomes: tuple[Outcome, ...] = ("held", "refused", "silent", "unclear", "lost")
+        yield from (Trial("some", str(seed), outcome) for outcome in outcomes[:tried])
 
-        return case
-
-    monkeypatch.setitem(campaign.CASES, "some", {})
-    monkeypatch.setitem(campaign.CLASSES, "some", (6, ""))
-    for outcome in ("held", "silent", "executed"):
-        campaign.case_of("some", outcome)(lambda draw, outcome=outcome: outcome)
-    campaign.case_of("some", "a clear refusal", "scale")(raising(ConfigError("scale: not that")))
-    campaign.case_of("some", "a refusal of something else", "scale")(raising(ConfigError("weight: not that")))
-    campaign.case_of("some", "another error", "scale")(raising(ValueError("scale")))
+    monkeypatch.setattr(command_line, "malformed_files", trials)
 
 
-def test_outcomes_are_counted_and_failed_cases_kept(cases: None) -> None:
-    [row] = campaign.rows_of(["some"])
-    counts = {key: row[key] for key in ("tried", "survived", "silent", "unclear", "executed")}
-    assert counts == {"tried": 6, "survived": 2, "silent": 1, "unclear": 2, "executed": 1}
-    assert [line.partition(": ")[0] for line in row["failed"]] == [
-        "silent", "executed", "unclear ConfigError", "unclear ValueError",
-    ]  # fmt: skip
-    assert row["failed"][2] == "unclear ConfigError: weight: not that: some: a refusal of something else"
+def test_outcomes_are_counted_and_failed_trials_kept(ends: None) -> None:
+    [row] = campaign.rows_of(["malformed files"], seed=3)
+    counts = {key: row[key] for key in ("tried", "survived", "silent", "unclear", "seed")}
+    assert counts == {"tried": 5, "survived": 2, "silent": 1, "unclear": 1, "seed": 3}
+    assert row["failed"] == ["silent: some: 3", "unclear: some: 3", "lost: some: 3"]
 
 
-@pytest.mark.parametrize("kind", [name for name, (_, place) in campaign.CLASSES.items() if not place])
-def test_every_case_is_tried(kind: str) -> None:
-    [*campaign.trials_of(kind, 0, 0)]  # registers them
-    assert campaign.CLASSES[kind][0] >= len(campaign.CASES[kind])
-
-
-def test_a_seed_draws_the_same_cases() -> None:
-    first, again, other = (
-        [trial.outcome for trial in campaign.trials_of("layers alone", 20, seed)] for seed in (3, 3, 4)
-    )
-    assert first == again and len(first) == len(other) == 20
+def test_classes_that_have_become_tests_are_not_shown() -> None:
+    row = {"class": "malformed files", "tried": 9, "survived": 9, "silent": 0, "unclear": 0, "executed": 0, "seed": 0}
+    gone = row | {"class": "written inputs"}
+    assert campaign.KIND.markdown([gone]) == ""
+    assert campaign.KIND.markdown([row, gone]).splitlines()[2:] == ["| malformed files | 9 | 9 | 0 | 0 |"]
 
 
 def test_a_command_that_hangs_is_lost_and_one_that_accepts_damage_silent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from octavo.errors import ConfigError
 from octavo.lab.cli.main import main
 from octavo_bench import distributed as training
-from octavo_bench.distributed import WORKLOADS, Work, bench_distributed
+from octavo_bench.distributed import KIND, WORKLOADS, Work, bench_distributed
 from octavo_bench.results import Result, load, write
 from octavo_bench.sharded import Implementation, Layout, part_of_batch
 
@@ -144,3 +145,21 @@ def test_a_speed_beside_nothing_is_an_error_and_can_be_written(monkeypatch: pyte
     assert rows[0]["error"] == "OutOfMemoryError: full" and "BF16 failed; 80.00 ms" in rows[1]["error"]
     kept = Result(kind="distributed", date="2026-11-21", hardware="x", versions={}, command="c", rows=tuple(rows))
     assert load(write(kept, tmp_path)) == kept
+
+
+def test_rows_without_traffic_are_written_and_shown(tmp_path: Path) -> None:
+    about = {
+        "workload": "tiny-model",
+        "layout": "context 2",
+        "ranks": 2,
+        "compiled": False,
+        "shape": asdict(WORKLOADS["tiny-model"].model),
+    }
+    timed = {"ms": 2.0, "waited_ms": 3.0, "tokens_per_s_per_gpu": 100.0, "peak_gib": 1.0, "losses": [5.0, 4.0]}
+    rows = tuple(
+        about | timed | {"implementation": name, "ratio_to_bf16": ratio}
+        for name, ratio in (("bf16", 1.0), ("octavo rotated", 1.5))
+    )
+    kept = Result(kind="distributed", date="2026-11-29", hardware="x", versions={}, command="c", rows=rows)
+    assert load(write(kept, tmp_path)) == kept
+    assert "| context 2 | octavo rotated | 100 | 1.50 |" in KIND.markdown(rows)

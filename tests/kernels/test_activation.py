@@ -223,8 +223,8 @@ def test_empty_matrices(target, shape):
 def test_operators_obey_their_schemas_and_shapes():
     dh, gate, up = inputs(6, 8)
     scale, check = activation("silu", gate, up, ROW).scale, torch.library.opcheck
-    forward, backward = contract._activation, contract._activation_backward
-    plain, plain_forward = contract._activation_backward_plain, contract._activate_plain
+    forward, backward = contract._activation, contract.activation_backward
+    plain, plain_forward = contract.activation_backward_plain, contract.activate_plain
     for second in (up, None):
         check(plain_forward.operator, plain_forward.encode("gelu", gate, second))
         check(forward.operator, forward.encode("gelu", gate, second, ROW, None, ROW))

@@ -133,10 +133,10 @@ def test_what_does_not_fit(change):
 def test_the_operators_are_well_formed():
     q, k, v, dy = drawn(SHAPES["grouped"], torch.bfloat16)
     y, lse = attention(q, k, v)
-    codes, forward, backward = codes_of(y), contract._attention, contract._attention_backward
+    codes, forward, backward = codes_of(y), attention, attention_backward
     check = functools.partial(torch.library.opcheck, test_utils="test_faketensor")
     check(forward.operator, forward.encode(q, k, v, True, None))
-    check(backward.operator, backward.encode(dy, (q, k, v), codes, lse, True, 0.1))
+    check(backward.operator, backward.encode(dy, q, k, v, codes, lse, True, 0.1))
 
 
 @pytest.mark.gpu

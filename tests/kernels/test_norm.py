@@ -8,10 +8,9 @@ import torch
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.norm import (
     KEPT,
-    _norm,
-    _norm_backward,
     normalise,
     normalise_backward,
+    normalise_sum,
     reference,
     unsupported_reason,
 )
@@ -61,6 +60,28 @@ def test_both_sets_of_codes_are_those_that_the_specification_makes_of_y(rows, ce
     assert normalise(x, weight, None, EPS, target=ROTATED).second is None
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_the_norm_of_a_sum_is_that_of_what_pytorch_adds(dtypes, centred):
+    x, addend = (torch.randn(9, 192).to(dtype) for dtype in dtypes)
+    weight, options = torch.randn(192), {"centred": centred, "target": ROTATED, "second": ROW}
+    total, *made = normalise_sum(x, addend, weight, weight if centred else None, EPS, **options)
+    want = normalise(x + addend, weight, weight if centred else None, EPS, **options)
+    assert equal(total, x + addend) and equal(made[0], want.y) and equal(made[2], want.rstd)
+    for got, wanted in ((made[1], want.quantized), (made[4], want.second)):
+        assert equal(got.codes, wanted.codes) and equal(got.scale, wanted.scale)
+    assert (made[3] is not None) == centred and normalise_sum(x, addend, weight, None, EPS)[2] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_gradient_that_passes_by_is_added_as_autograd_adds_it(dtype):
+    x, dy, passing = (torch.randn(9, 192).to(dtype) for _ in range(3))
+    made = normalise(x, x[0], None, EPS)
+    alone = normalise_backward(dy, x, x[0], None, None, made.rstd)
+    dx, dweight, _ = normalise_backward(dy, x, x[0], None, None, made.rstd, passing)
+    assert equal(dx, alone[0] + passing) and equal(dweight, alone[1])
+
+
 @pytest.mark.parametrize("rows", [0, 9])
 def test_gradients_come_in_the_dtypes_of_what_they_are_of(rows):
     x, weight, bias = torch.randn(rows, 40).bfloat16(), torch.randn(40).half(), torch.randn(40)
@@ -105,6 +126,10 @@ def test_shapes_that_do_not_fit():
         normalise(x, None, row, EPS)
     with pytest.raises(ConfigError, match="dy"):
         normalise_backward(x.t(), x, None, None, None, row)
+    with pytest.raises(ConfigError, match="passing"):
+        normalise_backward(x, x, None, None, None, row, x.t())
+    with pytest.raises(ConfigError, match="addend"):
+        normalise_sum(x, x.t(), None, None, EPS)
 
 
 def test_the_operators_are_well_formed():
@@ -113,21 +138,23 @@ def test_the_operators_are_well_formed():
     for target in (None, BLOCK):
         for bias in (None, weight):
             arguments = x, weight, bias, EPS, target, bias is not None, target and ROW
-            check(_norm.operator, _norm.encode(*arguments), test_utils="test_faketensor")
+            check(normalise.operator, normalise.encode(*arguments), test_utils="test_faketensor")
+            of_sum = normalise_sum.encode(x, weight.expand(5, 200), *arguments[1:])
+            check(normalise_sum.operator, of_sum, test_utils="test_faketensor")
     for parameter, mean in itertools.product((None, weight.half()), (None, rows)):
-        arguments = _norm_backward.encode(x, x, parameter, None, mean, rows)
-        check(_norm_backward.operator, arguments, test_utils="test_faketensor")
+        arguments = normalise_backward.encode(x, x, parameter, None, mean, rows, None if parameter is None else x)
+        check(normalise_backward.operator, arguments, test_utils="test_faketensor")
 
 
 def test_compiled_code_gives_the_same():
     x, weight = torch.randn(5, 200).bfloat16(), torch.randn(200)
 
     def both(x):
-        made = normalise(x, weight, None, EPS, target=ROTATED, second=ROW)
+        made = normalise_sum(x, weight.bfloat16().expand(5, 200), weight, None, EPS, target=ROTATED, second=ROW)
         return (
             made.y,
             (*made.quantized[:2], *made.second[:2]),
-            normalise_backward(made.y, x, weight, None, None, made.rstd)[:2],
+            normalise_backward(made.y, made.sum, weight, None, None, made.rstd, x)[:2],
         )
 
     eager, compiled = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
@@ -177,5 +204,5 @@ def test_the_backward_of_codes_is_well_formed():
     x, weight, rows = torch.randn(5, 200).bfloat16(), torch.randn(200), torch.rand(5)
     codes = quantize(x, *KEPT)
     for bias, mean in ((None, None), (weight, rows)):
-        arguments = _norm_backward.encode(x, codes, weight, bias, mean, rows)
-        torch.library.opcheck(_norm_backward.operator, arguments, test_utils="test_faketensor")
+        arguments = normalise_backward.encode(x, codes, weight, bias, mean, rows, None)
+        torch.library.opcheck(normalise_backward.operator, arguments, test_utils="test_faketensor")

@@ -268,9 +268,8 @@ COMPILED_WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", [None, *COMPILED_WRITES.values()], ids=["none", *COMPILED_WRITES])
-def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write, group):
-    def both(x):
+def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(group):
+    def both(x, write):
         y = x * 2
         made = kernels.quantize(y, *ROW[:3])
         attach_codes(y, (made, ROW))
@@ -279,11 +278,16 @@ def test_compiled_code_has_them_in_its_own_graph_until_y_is_written_to(write, gr
             write(y)
         return y, z, made.codes, attached_codes(y, ROW), attached_codes(y, ROW._replace(format="e5m2")) is None
 
+    def each(x):
+        return [both(x, write) for write in (None, *COMPILED_WRITES.values())]
+
     torch._dynamo.reset()
-    y, _, codes, taken, nothing = torch.compile(both, backend="eager", fullgraph=True)(torch.randn(4, 6))
-    assert nothing and (taken is None) == (write is not None)
-    assert taken is None or torch.equal(taken.codes.float(), codes.float())
-    assert attached_codes(y, ROW) is None
+    results = torch.compile(each, backend="eager", fullgraph=True)(torch.randn(4, 6))
+    for name, (y, _, codes, taken, nothing) in zip(("none", *COMPILED_WRITES), results, strict=True):
+        assert nothing and (taken is None) == (name != "none"), name
+        assert taken is None or torch.equal(taken.codes.float(), codes.float())
+        assert attached_codes(y, ROW) is None, name
+    (y, *_), *_ = results
     assert torch.compile(lambda y: attached_codes(y, ROW) is None, backend="eager", fullgraph=True)(y)
 
 

@@ -127,6 +127,7 @@ CHANGES: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {
     "weight codes": reuse_weight_codes,
     "no gradients": lambda model: torch.no_grad(),
 }
+Recompiles = Callable[..., bool]
 EFFECT = {"recipe", "recipe of one layer", "disabled", "policy", "gemm_by", "autocast", "dtype"}
 """Changes with an effect on the results on a CPU."""
 
@@ -157,13 +158,40 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], when: str) -> None:
         assert (a is None and b is None) or (not different(a, b)), when
 
 
-@pytest.mark.parametrize("mode", ["compiled", "replayed", "experts", "experts compiled"])
-def test_a_change_has_the_effect_that_it_has_in_eager_mode(mode: str) -> None:
+def made(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    model: nn.Module = Grouped() if mode.startswith("experts") else Dense()
-    if isinstance(model, Dense):
+    model = kind()
+    if kind is Dense:
         octavo.convert(model, "folded", policy=Policy(min_gain=0.0))
-    run = torch.compile(model, backend="eager", fullgraph=True) if mode.endswith("compiled") else model
+    return model
+
+
+@pytest.mark.parametrize("kind", [Dense, Grouped])
+def test_compiled_code_notices_a_change_that_has_an_effect(kind: type[nn.Module], recompiles: Recompiles) -> None:
+    model = made(kind)
+    run, plain = torch.compile(model, backend="eager", fullgraph=True), eager(model)
+    assert_same(step(run, model), plain, "at first")
+    for name, change in CHANGES.items():
+        results: list[list[Tensor]] = []
+        with change(model):
+            changed = eager(model)
+            if not recompiles(lambda results=results: results.append(step(run, model))):
+                assert_same(results[0], changed, name)
+        assert_same(step(run, model), plain, f"after {name}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [
+        (Dense, False),
+        (Grouped, False),
+        pytest.param(Dense, True, marks=pytest.mark.slow),  # compiled anew by every change
+        pytest.param(Grouped, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_change_has_the_effect_that_it_has_in_eager_mode(kind: type[nn.Module], compiled: bool) -> None:
+    model = made(kind)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     plain = eager(model)
     with torch._dynamo.config.patch(recompile_limit=64):
         for name, change in CHANGES.items():

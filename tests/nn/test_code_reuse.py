@@ -12,7 +12,7 @@ from octavo import Policy, kernels
 from octavo.nn import Linear, reuse_weight_codes
 from octavo.numerics import E4M3, PER_ROW, quantize
 from octavo.recipes import load
-from octavo_bench.writes import net, results
+from writes import net, results
 
 EAGER_AND_COMPILED = [*itertools.product(("folded", "rowwise", "tensorwise", "block"), [False]), ("folded", True)]
 

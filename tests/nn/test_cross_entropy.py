@@ -366,6 +366,7 @@ def test_a_weight_in_fp8_is_read_as_it_is(recipe: str, compiles: bool) -> None:
         assert not isinstance(got, FP8Tensor) and torch.equal(got, expected)
 
 
+@pytest.mark.slow
 def test_it_compiles_with_inductor() -> None:
     torch._dynamo.reset()
     args = operands()

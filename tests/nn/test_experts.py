@@ -144,7 +144,10 @@ def test_weights_are_quantised_once_and_nothing_falls_back():
     assert ledger.weights == 2 and not ledger.fallbacks
 
 
-@pytest.mark.parametrize(("recipe", "inputs"), [("folded", "bf16"), ("folded", "fp8"), ("rotated", "bf16")])
+@pytest.mark.parametrize(
+    ("recipe", "inputs"),
+    [("folded", "fp8"), ("rotated", "bf16"), pytest.param("folded", "bf16", marks=pytest.mark.slow)],
+)
 def test_compiled_code_computes_the_same(recipe, inputs):
     module, given = fp8(recipe=recipe, inputs=inputs), routed(21)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -292,7 +295,7 @@ def test_a_slot_without_an_expert_is_not_computed_by_one_that_its_token_does_not
     assert all(found.isfinite().all() for found in gradients(module, x.abs(), ids, weights))
 
 
-@pytest.mark.parametrize("recipe", ["folded", "rowwise"])
+@pytest.mark.parametrize("recipe", [pytest.param("folded", marks=pytest.mark.slow), "rowwise"])
 @torch.no_grad()
 def test_an_id_of_no_expert_is_an_error_that_names_it(recipe):
     torch._dynamo.reset()

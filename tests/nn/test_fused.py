@@ -303,24 +303,31 @@ CHANGES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def converted_with_and_without_fusion():
+    models = []
+    for fuses in (True, False):
+        torch.manual_seed(0)
+        models.append(Configured())
+        octavo.convert(models[-1], policy=octavo.Policy(min_features=8, fuse=fuses))
+    return models
+
+
 @pytest.mark.parametrize(
     ("change", "compiled"),
-    [*((change, False) for change in (*CHANGES, a_bias_before_the_activation)), (another_number, True)],
+    [
+        *((change, False) for change in (*CHANGES, a_bias_before_the_activation)),
+        pytest.param(another_number, True, marks=pytest.mark.slow),
+    ],
 )
-def test_what_changes_the_formula_later_is_computed(change, compiled):
-    models = []
-    for policy in (octavo.Policy(min_features=8), octavo.Policy(min_features=8, fuse=False)):
-        torch.manual_seed(0)
-        model = Configured()
-        octavo.convert(model, policy=policy)
-        models.append(model)
-    model, twin = models
+def test_what_changes_the_formula_later_is_computed(change, compiled, converted_with_and_without_fusion):
+    model, twin = copy.deepcopy(converted_with_and_without_fusion)
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     assert isinstance(model, FusedMLP)
     with kernels.record() as ledger:
         assert same(results(model, run), results(model))
     assert sum(ledger.gemms.values()) == 2 * 7  # fused
-    for each in models:
+    for each in (model, twin):
         change(each)
     torch.manual_seed(1)
     y = run(X)
@@ -427,15 +434,19 @@ def test_a_module_that_depends_on_its_position_is_not_fused(cls, position):
     assert not isinstance(model, FusedMLP) and model.layer_idx == position
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("name", ["layer_index", "layer_idx", "block_id", "name"])
-@pytest.mark.parametrize("own", [int, float, str])
+POSITIONS = ("layer_index", "layer_idx", "block_id", "name")
+
+
+@pytest.mark.parametrize(
+    "types", [(int, float, str, str), *(pytest.param((t,) * 4, marks=pytest.mark.slow) for t in (int, float, str))]
+)
 @torch.no_grad()
-def test_a_block_is_compiled_once_for_all_layers(own, name):
+def test_a_block_is_compiled_once_for_all_layers(types):
     """A module's position, which `forward` does not read, is none of its settings."""
     blocks = [Configured() for _ in range(3)]
     for i, block in enumerate(blocks):
-        setattr(block, name, own(i))
+        for name, own in zip(POSITIONS, types, strict=True):
+            setattr(block, name, own(i))
     model = nn.Sequential(*blocks)
     octavo.convert(model, policy=octavo.Policy(min_features=8))
     counter = CompileCounterWithBackend("eager")

@@ -121,7 +121,7 @@ def test_it_is_bit_for_bit_the_layers_it_is_made_of(kind, gated, inner, outer):
     assert same(data.results(fused(kind, inner, outer)), data.results(unfused(kind, inner, outer)))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @every_preset
 @every_kind
 @gated_or_not
@@ -147,7 +147,7 @@ def test_float64_that_quantises_as_the_recipe_says(recipe, kind, gated, oracle):
     torch.testing.assert_close(got_bias, dy.sum(0))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @every_preset
 @every_kind
 @gated_or_not
@@ -183,6 +183,7 @@ def test_bf16_rounds_once_more_than_fp32(recipe):
 # --- with the inputs of the activation kept in FP8 ------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @every_recipe
 @gated_or_not
 def test_only_what_backward_reads_of_them_is_rounded(gated, inner, outer):
@@ -209,6 +210,7 @@ def gradients_db(data: Data, kind: str, recipe: str, inputs: str, left_out: int 
     return [sqnr_db(*pair) for pair in pairs]
 
 
+@pytest.mark.covering(1)
 @every_kind
 @gated_or_not
 def test_how_near_the_gradients_are_to_float64(kind, gated):
@@ -270,6 +272,7 @@ def test_in_fp8_each_of_them_takes_a_byte_an_element_and_its_scales(gated):
     assert saved["bf16"] - saved["fp8"] == matrices * (2 * elements - elements - 40 * 3 * 4)  # 264 are three tiles
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["folded", "block"])
 @pytest.mark.parametrize("how", ["reentrant", "checkpoint", "compiled", "twice", "offloaded"])
 def test_codes_survive_whatever_autograd_does(recipe, how):
@@ -321,6 +324,7 @@ def test_codes_of_any_leading_shape(shape):
 # --- what it does ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @every_recipe
 @gated_or_not
 def test_the_hidden_activation_is_never_stored(gated, inner, outer):
@@ -383,6 +387,7 @@ def test_nothing_is_kept_where_no_gradient_is_needed():
     assert not y.requires_grad and torch.equal(y, data.results(run)[0])
 
 
+@pytest.mark.covering(1)
 @every_preset
 @pytest.mark.parametrize("shape", [(136,), (0, 136), (2, 0, 136), (1, 1, 136), (3, 5, 136)], ids=str)
 def test_any_leading_shape(recipe, shape):
@@ -473,6 +478,7 @@ def test_backward_may_come_by_again(recipe):
     assert all(torch.equal(leaf.grad, 2 * one) for leaf, one in zip(data.leaves[:-1], first, strict=True))
 
 
+@pytest.mark.covering(1)
 @every_preset
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed(recipe, reentrant):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.nn.modules import blocks_of, full_name, has_hooks, hooked, unwrapped_name
+from octavo.nn.modules import blocks_of, full_name, has_hooks, hooked, input_of, unwrapped_name
 
 
 def test_names_are_those_of_named_parameters() -> None:
@@ -22,6 +22,14 @@ def test_blocks_are_the_children_of_the_largest_list() -> None:
 
 def test_names_of_wrappers_are_left_out() -> None:
     assert unwrapped_name("_orig_mod.layers.0._checkpoint_wrapped_module.up") == "layers.0.up"
+
+
+def test_the_input_of_a_call_is_its_first_argument() -> None:
+    found, layer = [], nn.Linear(2, 2)
+    with hooked([layer.register_forward_hook(lambda _, *given: found.append(input_of(*given[:2])), with_kwargs=True)]):
+        layer(x := torch.ones(1, 2))
+        layer(input=x)
+    assert found[0] is x and found[1] is x and input_of((), {}) is None
 
 
 def test_hooks_end_with_the_block_however_it_ends() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import kernels
@@ -21,7 +22,7 @@ from octavo.nn.fused import FusedMLP
 from octavo.nn.matmul import matmul
 from octavo.nn.norm import adopt
 from octavo.nn.rotary import rotate
-from octavo.recipes import load
+from octavo.recipes import RecipeLike, load
 from octavo.tensor import FP8Tensor
 
 SOURCE = Path(octavo.__file__).parent
@@ -59,8 +60,8 @@ class Pair(nn.Module):
         return self.a(x) + self.b(x)
 
 
-def converted(model: nn.Module, kind: type) -> nn.Module:
-    octavo.convert(model, "folded", policy=octavo.Policy(min_gain=0.0, min_features=16))
+def converted(model: nn.Module, kind: type, recipe: str = "folded") -> nn.Module:
+    octavo.convert(model, recipe, policy=octavo.Policy(min_gain=0.0, min_features=16))
     assert any(type(module).__mro__.count(kind) for module in model.modules())
     return model
 
@@ -97,8 +98,8 @@ FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 
 
 class _GroupedTokens(GroupedLinear):
-    def __init__(self) -> None:
-        super().__init__(2, 32, 48)
+    def __init__(self, recipe: RecipeLike = "folded") -> None:
+        super().__init__(2, 32, 48, recipe=recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, torch.tensor([2, 5], dtype=torch.int32))
@@ -154,3 +155,49 @@ def test_every_function_says_so():
     assert set(functions) > EXCHANGES
     silent = {name for name, source in functions.items() if "set_materialize_grads(False)" not in source}
     assert silent == EXCHANGES
+
+
+class _Operators(TorchDispatchMode):
+    """Names of what is computed, in order, but for views and copies of a tensor's metadata."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _evaluated(module: Callable[[Tensor], Tensor], x: Tensor) -> tuple[list[str], Tensor]:
+    with _Operators() as operators:
+        y = module(x)
+    return operators.names, y
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("convolution", "rowwise"), ("matmul", "rowwise"), ("experts", "rotated")]
+    + [(name, recipe) for name in ("linear", "grouped") for recipe in ("rotated", "rowwise")],
+)
+def test_without_gradients_no_codes_are_made_for_them(name: str, recipe: str) -> None:
+    """Under no_grad a forward computes what that of a frozen layer does, and the result has the bits of training."""
+    torch.manual_seed(0)
+    chosen = load(recipe)
+    made: dict[str, Callable[[], Any]] = {
+        "linear": lambda: Linear(32, 32, recipe=chosen),
+        "convolution": lambda: nn.Sequential(nn.Unflatten(1, (2, 4, 4)), Conv2d(2, 8, 3, recipe=chosen)),
+        "grouped": lambda: _GroupedTokens(chosen),
+        "experts": lambda: converted(_RoutedTokens(), Experts, recipe),
+        "matmul": lambda: lambda x: matmul(x[None], x.t()[None], chosen),
+    }
+    module, x = made[name](), torch.randn(5, 32, requires_grad=True)
+    trained = _evaluated(module, x)
+    with torch.no_grad():
+        found = _evaluated(module, x)
+    if isinstance(module, nn.Module):
+        module.requires_grad_(False)
+    frozen = _evaluated(module, x.detach())
+    assert found[0] == frozen[0] and torch.equal(found[1], trained[1])
+    assert len(found[0]) < len(trained[0]) or name == "convolution"  # patches are quantised for wgrad in backward

@@ -194,6 +194,7 @@ def test_the_codes_are_the_kernels_own(kind, target, gains):
     assert attached_codes(y, ROW if target == BLOCK else BLOCK) is None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["rms", "rms without weight", "layer", "llama", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_both_sets_of_codes_are_those_of_the_values_before_they_are_rounded(kind, dtype, gains):
@@ -746,6 +747,7 @@ def converted(recipe="rotated", **options) -> nn.Module:
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fn", [nn.RMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("recipe", [name for name in PRESETS if name not in ("bf16", "static")])
 def test_layers_compute_the_same_bits_from_a_norms_codes_as_from_its_values(recipe, fn, gains, monkeypatch):
@@ -1102,7 +1104,13 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+SLOW_WRITES = ("a view of y", "y, in place")
+"""For a compiler they are writes to y."""
+
+
+@pytest.mark.parametrize(
+    "write", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_WRITES else ()) for name in WRITES]
+)
 def test_codes_of_a_norm_whose_result_or_input_is_written_to_are_not_read(write, monkeypatch):
     model, x, _ = _norm_and_reader(monkeypatch, 0)
     model, made, own = _Written(*model, WRITES[write]), [], kernels.quantize_normed

@@ -70,6 +70,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", REFUSED, ids=str)
 @pytest.mark.parametrize("kind", LINEAR | CONVOLUTIONS)
 def test_inputs_that_are_no_real_numbers(kind, dtype):
@@ -79,6 +80,7 @@ def test_inputs_that_are_no_real_numbers(kind, dtype):
         layer(torch.ones(4, 64).to(dtype))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(0, 63), (4, 63), (0, 65), (2, 0, 63), (0,), (63,), ()], ids=str)
 @pytest.mark.parametrize("kind", list(LINEAR)[:6])
 def test_inputs_of_another_width(kind, shape):
@@ -92,6 +94,7 @@ def test_nothing_of_another_width(kind):
         LINEAR[kind]()(torch.ones(0, 63))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", LINEAR)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_real_numbers_of_the_right_width(kind, dtype):

@@ -388,6 +388,7 @@ def new_data(p: Tensor) -> None:
     p.data = p.data - 1e-9 * p.grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("write", [minus, minus_data, new_data])
 @pytest.mark.parametrize("recipe", ["delayed", "just_in_time"])
 def test_a_loop_that_changes_to_updates_of_its_own_keeps_up(write, recipe):

@@ -79,6 +79,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 # --- what it computes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_one_layer_with_the_stack_of_their_weights(recipe, dtype):
@@ -421,6 +422,7 @@ def test_any_leading_shape(shape):
 # --- with the rest of PyTorch ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @every_recipe
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed(recipe, reentrant):
@@ -703,6 +705,7 @@ SPANNED = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("recipe", "rows"), SPANNED, ids=str)
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("change", CIRCUMSTANCES)

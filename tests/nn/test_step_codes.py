@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo import kernels
 from octavo.nn import reuse_weight_codes_per_step
-from octavo_bench.writes import EAGER_WAYS, WAYS, fault_in, net, results
+from writes import EAGER_WAYS, WAYS, fault_in, net, results
 
 MICRO_BATCHES = 3
 

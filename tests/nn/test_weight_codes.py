@@ -26,7 +26,7 @@ from octavo.nn.weight_codes import (
 )
 from octavo.numerics import PER_ROW, Quantized, dequantize, quantize
 from octavo.recipes import load
-from octavo_bench.writes import (
+from writes import (
     ALL_FP8_WAYS,
     EAGER_WAYS,
     WAYS,
@@ -63,6 +63,7 @@ def same(a: Quantized, b: Quantized) -> bool:
 # --- the specification ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @every_target
 @pytest.mark.parametrize("rows", [(40,), (256, 128, 130), (128, 100, 28)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,6 +196,7 @@ def test_compiled_code_makes_the_same_codes():
 # --- every way to write a weight ------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["folded", "rowwise"])
 @pytest.mark.parametrize("way", WAYS | EAGER_WAYS)
 def test_a_write_to_a_weight_is_seen_by_the_next_forward(recipe, way):

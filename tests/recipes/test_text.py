@@ -113,6 +113,7 @@ def test_explain_names_the_overrides_and_what_they_change():
     assert "kept for backward: input in BF16, weight codes of fprop\n" in text
     assert text.endswith("  layers.0.*: bf16\n  *.down: down")
     assert "fprop  FP8, fast accumulation" in explain(load({"fprop": {"accumulate": "fast"}}))
+    assert explain(load("rotated")).startswith("recipe rotated\n  fprop  INT8, exact sums\n    input       INT8 row")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,14 @@ from octavo.errors import UnsupportedError
 _WAY_OUT = "Compute this part in high precision: within octavo.disabled(model), or without converting its layers."
 
 
+def tracked(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors as a Function is to get them: detached where no gradient is recorded.
+
+    Its `ctx.needs_input_grad` says what requires a gradient, under `torch.no_grad` too.
+    """
+    return tensors if torch.is_grad_enabled() else tuple([tensor.detach() for tensor in tensors])
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward of a Function that cannot be differentiated again.
 

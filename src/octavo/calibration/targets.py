@@ -15,7 +15,7 @@ from octavo.conversion import Policy, disabled, make_plan
 from octavo.errors import ConfigError
 from octavo.nn import calibration_file
 from octavo.nn.linear import LinearLayer
-from octavo.nn.modules import full_name, hooked
+from octavo.nn.modules import full_name, hooked, input_of
 from octavo.nn.scaling_state import names_by_input
 from octavo.recipes import STORED_SCALE_ROLES, Operand, Recipe, RecipeLike, load
 
@@ -47,7 +47,7 @@ def _hook(layer: str, roles: Collection[str], seen: dict[str, MagnitudeHistogram
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
         if "input" in roles:
-            count("input", args[0] if args else kwargs["input"])
+            count("input", input_of(args, kwargs))
         if "grad_output" in roles and y.requires_grad:
             y.register_hook(lambda dy: count("grad_output", dy))
 

@@ -37,6 +37,8 @@ from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.multihead import adopt as adopt_attention
 from octavo.nn.norm import Norm, adopt
 from octavo.nn.operands import LAYERS
+from octavo.nn.residual import ResidualBlock
+from octavo.nn.residual import adopt as adopt_residual
 from octavo.nn.rotary_attention import RotaryAttention
 from octavo.nn.rotary_attention import adopt as adopt_rotary
 from octavo.nn.scaling_state import attach_scaling_state
@@ -155,6 +157,9 @@ def _join(module: nn.Module, pattern: FusionPattern, plan: Plan) -> None:
     if pattern.kind == "rotary":
         adopt_rotary(module)
         return
+    if pattern.kind == "residual":
+        adopt_residual(module)
+        return
     if pattern.kind == "activation":
         adopt_activation(module, MLPRoles(pattern.activation, pattern.layers[:-1], pattern.layers[-1]))
         return
@@ -210,7 +215,7 @@ def _release(model: nn.Module) -> int:
     return count
 
 
-_Fused = FusedMLP | FusedActivation | Norm | RotaryAttention
+_Fused = FusedMLP | FusedActivation | Norm | RotaryAttention | ResidualBlock
 _Taken = _Fused | Experts | LinearLayer | Convolution | RecognisedStack | MultiheadAttention
 
 
@@ -219,7 +224,7 @@ def _taken(model: nn.Module) -> dict[str, _Taken]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _Taken) and is_taken(module)}
 
 
-_OfKernels = FusedActivation | Norm | RotaryAttention | ScaledDotProduct
+_OfKernels = FusedActivation | Norm | RotaryAttention | ResidualBlock | ScaledDotProduct
 _Switchable = _OfKernels | LinearLayer | Convolution | GroupedLinear | MultiheadAttention
 
 

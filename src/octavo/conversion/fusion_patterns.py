@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
 
+from octavo.conversion.blocks import Wrapped
 from octavo.conversion.policy import SAVED, Policy
 from octavo.conversion.roles import inside_blocks
 from octavo.conversion.shared_inputs import find_shared
@@ -17,9 +18,10 @@ from octavo.nn.attention import ScaledDotProduct, shares_codes
 from octavo.nn.attention import unsupported_reason as attention_unsupported_reason
 from octavo.nn.fused import MLPRoles
 from octavo.nn.mlp import unsupported_reason
-from octavo.nn.modules import full_name
+from octavo.nn.modules import OF_EVERY_MODULE, full_name, is_position
 from octavo.nn.norm import form_of
 from octavo.nn.probe import judge_once
+from octavo.nn.residual import norms_of_stream
 from octavo.nn.rotary_attention import rotations_in
 from octavo.recipes import Precision, Recipe
 
@@ -30,10 +32,11 @@ class FusionPattern:
 
     name: str
     """The module's full name."""
-    kind: Literal["mlp", "shared", "norm", "attention", "rotary", "activation"]
+    kind: Literal["mlp", "shared", "norm", "attention", "rotary", "activation", "residual"]
     layers: tuple[str, ...] = ()
     """Names of children: gate, up and down of an MLP, also where its activation alone is fused; for attention, the
-    sibling that reads its output. Of a rotary embedding, the names of the functions that rotate q and k."""
+    sibling that reads its output. Of a rotary embedding, the names of the functions that rotate q and k; of residual
+    sums, those of the norms that read them."""
     activation: str = ""
     """Name of the activation of an MLP."""
     makes_codes: bool = True
@@ -60,6 +63,8 @@ class FusionPattern:
             return f"fused: {self.activation} of {self.layers[0]}, times {self.layers[1]}"
         if self.kind == "rotary":
             return f"fused: rotary embedding of q and k ({', '.join(self.layers)})"
+        if self.kind == "residual":
+            return f"fused: residual sums and their gradients, with {' and '.join(self.layers)}"
         if self.kind == "attention":
             own = "the codes that {} keeps" if self.shares_codes else "codes of its own, beside those of {}"
             return f"output kept in FP8: {own.format(self.layers[0])}"
@@ -95,7 +100,7 @@ def find_patterns(
     widths = {cast(nn.Linear, model.get_submodule(name)).in_features for name in recipes}
     targets = [spec_of(recipe.fprop.input) for recipe in recipes.values() if recipe.fprop.is_fp8]
     makes_codes = any(norm_unsupported_reason(target) is None for target in targets)
-    form = judge_once(form_of)
+    form, residual = judge_once(form_of), _Residual()
     blocks = inside_blocks(model)
     last = max((place for place, (name, _) in enumerate(model.named_modules()) if name in recipes), default=-1)
     judged: dict[Any, tuple[str, ...]] = {}
@@ -122,6 +127,8 @@ def find_patterns(
             found += _of_layers(name, module, recipes, mlps.get(name), policy)
             if policy.fuse == "all" and (names := rotations_in(module, judged)):
                 found.append(FusionPattern(name=name, kind="rotary", layers=names))
+            if policy.fuse == "all" and id(module) in blocks and not isinstance(module, Wrapped):
+                found += residual(name, module, form)
     patterns = [each for each in found if isinstance(each, FusionPattern)]
     unapplied = [each for each in found if isinstance(each, _Unapplied)]
     return patterns, list(_without_effect(policy, {pattern.kind for pattern in patterns}, unapplied))
@@ -200,6 +207,28 @@ def _of_one_recipe(names: tuple[str, ...], recipes: Mapping[str, Recipe | None])
 def reader_of(name: str, attention: ScaledDotProduct) -> str:
     """Return the full name of the layer that reads the output of an attention of this name."""
     return full_name(name.rpartition(".")[0], attention.reader)
+
+
+class _Residual:
+    """Residual sums in blocks, of which one of each kind is tried."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[str, ...]] = {}
+
+    def __call__(
+        self, name: str, module: nn.Module, form: Callable[[nn.Module], str | None]
+    ) -> Iterator[FusionPattern]:
+        """Yield a module that takes a residual stream. form: of a module, `octavo.nn.norm.form_of`."""
+        norms = tuple([child for child, each in module.named_children() if form(each) is not None])
+        if not norms:
+            return
+        own = {k: v for k, v in vars(module).items() if k not in OF_EVERY_MODULE and not is_position(k, v)}
+        settings = tuple([(k, v if isinstance(v, bool | int | float | str) else id(v)) for k, v in own.items()])
+        key = type(module), norms, tuple([child for child, _ in module.named_children()]), settings
+        if key not in self._known:
+            self._known[key] = norms_of_stream(module, norms)
+        if read := self._known[key]:
+            yield FusionPattern(name=name, kind="residual", layers=read)
 
 
 def _width(norm: nn.Module) -> int:

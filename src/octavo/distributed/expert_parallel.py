@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from octavo._util.autograd import first_order
+from octavo._util.autograd import first_order, tracked
 from octavo.distributed.sharding.embedding import all_to_all_rows
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.experts import Routing, combine, route
@@ -130,7 +130,8 @@ class Exchange:
         if options is not None:
             stats = stats_buffer_of([first]), stats_buffer_of([second])
             journey = Journey(self, sizes, routing, local)
-            y: Tensor = _ParallelExperts.apply(x, weights, first.weight, second.weight, journey, options, stats)  # type: ignore[no-untyped-call]
+            tensors = tracked(x, weights, first.weight, second.weight)
+            y: Tensor = _ParallelExperts.apply(*tensors, journey, options, stats)  # type: ignore[no-untyped-call]
             return y
         rows, sorted_ = dispatch(x, weights, routing)
         arrived: Tensor = _Travel.apply(rows, self, sizes)  # type: ignore[no-untyped-call]
@@ -196,11 +197,14 @@ class _ParallelExperts(torch.autograd.Function):
         stats: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         exchange, sizes, sent, (to_token, to_row, ends) = journey
-        tokens, here, sorted_ = _arrive(x, weights, journey, options.recipe)
+        trains = any(ctx.needs_input_grad[:4])
+        tokens, here, sorted_ = _arrive(x, weights, journey, options.recipe, trains)
         codes = here.codes.view(torch.uint8)[to_token].view(here.codes.dtype)
         rows = Quantized(codes, here.scale[to_token], PER_ROW)
         sorted_ = sorted_[to_token]
-        y, saved = forward_rows(rows, sorted_, (first, second), ends, options, (here.codes, to_token), stats)
+        y, saved = forward_rows(
+            rows, sorted_, (first, second), ends, options, (here.codes, to_token), (trains,) * 3, stats
+        )
         ctx.save_for_backward(*tokens[:2], sorted_, *sent[:2], to_token, to_row, ends, *saved.tensors)
         ctx.options, ctx.stats, ctx.exchange, ctx.sizes = options, stats, exchange, sizes
         ctx.dtypes = [each.dtype for each in (x, weights, first, second)]
@@ -222,14 +226,16 @@ class _ParallelExperts(torch.autograd.Function):
         return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
 
 
-def _arrive(x: Tensor, weights: Tensor, journey: Journey, recipe: Recipe) -> tuple[Quantized, Quantized, Tensor]:
+def _arrive(
+    x: Tensor, weights: Tensor, journey: Journey, recipe: Recipe, trains: bool
+) -> tuple[Quantized, Quantized, Tensor]:
     """Return the rows (A, D) that arrive, as wgrad and as fprop read them, and their routing weights (A,).
 
     One message per rank, with the codes of fprop, those of a second set if there is one, their scales and the weights.
     """
-    tokens, rows, sorted_ = quantize_rows(x, weights, journey.sent.place, recipe)
+    tokens, rows, sorted_ = quantize_rows(x, weights, journey.sent.place, recipe, trains)
     sets = [rows]
-    if recipe.second("input") is not None:
+    if trains and recipe.second("input") is not None:
         codes = tokens.codes.view(torch.uint8)[journey.sent.source].view(tokens.codes.dtype)
         sets.append(Quantized(codes, tokens.scale[journey.sent.source], PER_ROW))
     beside = torch.stack([*(each.scale[:, 0] for each in sets), sorted_], dim=1).view(torch.uint8)

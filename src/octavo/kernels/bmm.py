@@ -23,25 +23,6 @@ from octavo.kernels.runtime.operation import operation
 from octavo.numerics import PER_ROW, PER_TENSOR, Granularity, granularity_named
 
 
-def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
-    """Return a_i . b_i^T for each i, (B, M, N). Any extent may be 0.
-
-    Args:
-        a: (B, M, K).
-        b: (B, N, K).
-        out_dtype: BF16, FP16 or FP32.
-        accumulate: `slow` or `fast`, as for `gemm`.
-
-    Raises:
-        ConfigError: mismatched shapes.
-    """
-    if a.codes.shape[::2] != b.codes.shape[::2]:
-        raise ConfigError(
-            f"bmm takes (B, M, K) and (B, N, K), got shapes {tuple(a.codes.shape)} and {tuple(b.codes.shape)}."
-        )
-    return _bmm(a, b, out_dtype, accumulate == "fast")
-
-
 def batched_unsupported_reason(device: torch.device, a: tuple[str, str], b: tuple[str, str]) -> str | None:
     """Return why a device has no batched kernel for two (format, granularity) operands, or None."""
     names = ["tensor" if granularity == "column" else granularity for _, granularity in (a, b)]  # folded: one scale
@@ -86,16 +67,31 @@ def _row_scale(x: Batch) -> Tensor:
     return x.scale.expand(batch, rows, 1).reshape(batch, rows).contiguous()
 
 
-def _fake(a: Batch, b: Batch, out_dtype: torch.dtype, _fast: bool) -> Tensor:
+def _fake(a: Batch, b: Batch, out_dtype: torch.dtype, _accumulate: str) -> Tensor:
     return a.scale.new_empty(a.codes.shape[0], a.codes.shape[1], b.codes.shape[1], dtype=out_dtype)
 
 
 @operation(fake=_fake, tags=[torch.Tag.needs_fixed_stride_order])
-def _bmm(a: Batch, b: Batch, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def bmm(a: Batch, b: Batch, out_dtype: torch.dtype, accumulate: str = "slow") -> Tensor:
+    """Return a_i . b_i^T for each i, (B, M, N). Any extent may be 0.
+
+    Args:
+        a: (B, M, K).
+        b: (B, N, K).
+        out_dtype: BF16, FP16 or FP32.
+        accumulate: `slow` or `fast`, as for `gemm`.
+
+    Raises:
+        ConfigError: mismatched shapes.
+    """
+    if a.codes.shape[::2] != b.codes.shape[::2]:
+        raise ConfigError(
+            f"bmm takes (B, M, K) and (B, N, K), got shapes {tuple(a.codes.shape)} and {tuple(b.codes.shape)}."
+        )
     if 0 in (*a.codes.shape, *b.codes.shape):
-        return _fake(a, b, out_dtype, fast).zero_()
+        return _fake(a, b, out_dtype, accumulate).zero_()
     if not host_state.now.accumulator and _unsupported_reason(a, b) is None:
         ledger.count("grouped_bmm", a.codes.shape[0])
-        return _grouped(a, b, out_dtype, fast)
+        return _grouped(a, b, out_dtype, accumulate == "fast")
     pairs = zip(a.matrices(), b.matrices(), strict=True)
-    return torch.stack([gemm(x, y, out_dtype, "fast" if fast else "slow") for x, y in pairs])
+    return torch.stack([gemm(x, y, out_dtype, accumulate) for x, y in pairs])

@@ -147,7 +147,7 @@ class _Function(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, target: QuantSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, lse = attention(q, k, v, causal=causal)
+        y, lse = attention(q, k, v, causal, None)
         y_BTD = y.flatten(2).detach()  # a view made here could not be written to
         codes, scale, _ = kernels.quantize_matrix(y_BTD.flatten(0, 1), target)
         ctx.save_for_backward(q, k, v, codes, scale, lse)
@@ -163,4 +163,4 @@ class _Function(torch.autograd.Function):
         if grad_outputs[0] is None:
             return (None,) * 5
         dy, y = grad_outputs[0].reshape(q.shape), Quantized(codes, scale, ctx.target.tile)
-        return *attention_backward(dy, q, k, v, y, lse, causal=ctx.causal), None, None
+        return *attention_backward(dy, q, k, v, y, lse, ctx.causal, None), None, None

@@ -232,9 +232,9 @@ class _Head:
     def logits(self, x_MK: Tensor, bias_V: Tensor | None, needs_weight: bool) -> tuple[Tensor, SavedInput]:
         """Return the logits, and x as wgrad reads it."""
         x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
-        x = read_input(InputSource(x_MK), self.plan, self.dtype, needs_weight)
-        logits_MV = fprop([x_MK], x.fprop, self._w, [self.weight_VK], self.plan, self.dtype)[0]
-        return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(self.dtype)), x.saved
+        x, saved = read_input(InputSource(x_MK), self.plan, self.dtype, needs_weight)
+        logits_MV = fprop([x_MK], x, self._w, [self.weight_VK], self.plan, self.dtype)[0]
+        return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(self.dtype)), saved
 
     def gradient(self, d_MV: Tensor, x: SavedInput, needs_x: bool, needs_weight: bool) -> _Gradient:
         """Return the gradient of the logits as the needed GEMMs read it."""

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo._util.autograd import first_order
+from octavo._util.autograd import first_order, tracked
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
@@ -439,7 +439,7 @@ def experts(
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
     states = tuple(LayerState(stats_buffer_of([layer]), layer.weight_codes) for layer in layers or ())
     result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        x, weights, first, second, routing, options, states or (LayerState(), LayerState())
+        *tracked(x, weights, first, second), routing, options, states or (LayerState(), LayerState())
     )
     return result
 
@@ -498,10 +498,12 @@ class _Experts(torch.autograd.Function):
         layers: tuple[LayerState, LayerState],
     ) -> Tensor:
         stats, known = [layer.stats for layer in layers], [layer.codes for layer in layers]
-        tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe)
+        needs_x, _, needs_first, needs_second = needs = ctx.needs_input_grad[:4]
+        tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe, needs_first)
         y, saved = forward_rows(
-            rows, sorted_, (first, second), routing.ends, options, (x, routing.source), stats, known
-        )
+            rows, sorted_, (first, second), routing.ends, options, (x, routing.source),
+            (needs_x, any(needs), needs_second), stats, known,
+        )  # fmt: skip
         ctx.save_for_backward(*tokens[:2], sorted_, *routing, *saved.tensors)
         ctx.options, ctx.stats = options, stats
         ctx.set_materialize_grads(False)
@@ -523,14 +525,18 @@ class _Experts(torch.autograd.Function):
         return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
 
 
-def quantize_rows(x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe) -> tuple[Quantized, Quantized, Tensor]:
+def quantize_rows(
+    x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe, needs_wgrad: bool
+) -> tuple[Quantized, Quantized, Tensor]:
     """Return codes of tokens (T, D) for wgrad, of sorted rows (R, D) for fprop, and routing weights of rows, FP32 (R,).
 
     Args:
         weights: (T, S).
         place: as in `Routing`.
+        needs_wgrad: whether wgrad will run, which may read a second set of codes.
     """
-    tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input), second_spec(recipe, "input"))
+    second = second_spec(recipe, "input") if needs_wgrad else None
+    tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input), second)
     sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
     sorted_[place.flatten()] = weights.flatten().float()
     return tokens, rows, sorted_
@@ -538,7 +544,7 @@ def quantize_rows(x: Tensor, weights: Tensor, place: Tensor, recipe: Recipe) -> 
 
 def forward_rows(
     rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: ExpertOptions,
-    origin: tuple[Tensor, Tensor], stats: Sequence[Tensor | None],
+    origin: tuple[Tensor, Tensor], needs: tuple[bool, bool, bool], stats: Sequence[Tensor | None],
     known: Sequence[StackCodes | None] = (None, None),
 ) -> tuple[Tensor, SavedRows]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
@@ -546,14 +552,17 @@ def forward_rows(
     Args:
         weights: FP32 (R,).
         origin: the tokens, and the token of each row, for telemetry.
+        needs: whether dgrad of gate and up, dgrad of down, and wgrad of down will run.
         stats: telemetry buffer of either GEMM.
         known: codes of either stack, if they are reused.
     """
     kind, recipe, dtype, keeps_codes = options
-    first, second = (codes or quantize_experts(w, recipe) for codes, w in zip(known, stacks, strict=True))
+    first, second = (
+        codes or quantize_experts(w, recipe, needed) for codes, w, needed in zip(known, stacks, needs[:2], strict=True)
+    )
     before = grouped_fprop(rows, first.forward, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
     middle = _halves(before, second.forward.codes.shape[2])
-    hidden, inputs, hidden_scale = activated(kind, middle, recipe.plan, keeps_codes)
+    hidden, inputs, hidden_scale = activated(kind, middle, recipe.plan, keeps_codes, needs[2])
     y = grouped_fprop(hidden, second.forward, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)
     return y, SavedRows(first.backward, second.backward, hidden_scale, inputs if keeps_codes else [before])
 

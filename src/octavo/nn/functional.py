@@ -128,7 +128,7 @@ def linears(
     update_amax = torch.is_grad_enabled()  # an evaluation leaves stored scales as they are
     options = plan.key, quantizer.dtype, keeps_input, update_amax
     buffers = quantizer.scale_and_amax, quantizer.stats_buffer
-    known = _NO_CODES if codes is None else codes_for(weights, codes)
+    known = NO_CODES if codes is None else codes_for(weights, codes)
     outputs: tuple[Tensor, ...] = _Linears.apply(  # type: ignore[no-untyped-call]
         x_MK, *source, *known, *buffers, options, *weights
     )
@@ -194,22 +194,6 @@ class SavedInput(NamedTuple):
     norm_weight: Tensor | None = None
 
 
-class SavedOperand(NamedTuple):
-    """An operand as it is saved for a backward GEMM: as values in high precision, or as codes."""
-
-    values: Tensor | None = None
-    codes: Tensor | None = None
-    scale: Tensor | None = None
-
-
-class QuantizedInput(NamedTuple):
-    """An input as fprop reads it, and as it is saved for wgrad."""
-
-    fprop: Quantized | None
-    """(M, K); None if fprop is in BF16."""
-    saved: SavedInput
-
-
 class SavedWeights(NamedTuple):
     """Weights (N_i, K) as they are saved for dgrad: as the codes of their stack, as values, or as values and scale."""
 
@@ -240,26 +224,15 @@ class SavedWeights(NamedTuple):
         return quantize_weights(self.weights, plan.w_rows).matrices
 
 
-class KnownCodes(NamedTuple):
-    """Codes of a stack of weights that exist already (`reuse_weight_codes`); None where they do not."""
-
-    codes: Tensor | None = None
-    """(sum of N_i, K), as fprop reads them."""
-    scale: Tensor | None = None
-    second_codes: Tensor | None = None
-    """(sum of N_i, K), the second set."""
-    second_scale: Tensor | None = None
-
-
-_NO_CODES = (None,) * len(KnownCodes._fields)
-_X, _SAVED_X, _W = len(InputSource._fields), len(SavedInput._fields), len(KnownCodes._fields)
+NO_CODES = (None,) * 4
+_X, _SAVED_X, _W = len(InputSource._fields), len(SavedInput._fields), len(NO_CODES)
 _WEIGHTS = _X + _W + 3
-"""Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource` and of `KnownCodes`,
+"""Index of the first weight among the arguments of `_Linears.apply`: fields of `InputSource`, those of `codes_for`,
 scale_and_amax, stats_buffer, options, *weights."""
 
 
 UNKNOWN = (None,) * (_X + _W - 1)
-"""Fields of `InputSource` but for x, and of `KnownCodes`, where no codes of the input or the weights are known."""
+"""Fields of `InputSource` but for x, and of `codes_for`, where no codes of the input or the weights are known."""
 
 
 @opaque
@@ -299,12 +272,12 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     key, dtype, keeps_input, update_amax, needs_x, needs_weight = options
     plan = plan_by(key)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    known, (scale_and_amax, stats) = KnownCodes(*tensors[_X : _X + _W]), tensors[_X + _W : _WEIGHTS - 1]
+    known, (scale_and_amax, stats) = tensors[_X : _X + _W], tensors[_X + _W : _WEIGHTS - 1]
     scale_ref = None if scale_and_amax is None else scale_ref_of(scale_and_amax, plan.x_stored, update_amax)
-    x = read_input(source, plan, dtype, needs_weight, scale_ref, keeps_input)
+    x, saved_x = read_input(source, plan, dtype, needs_weight, scale_ref, keeps_input)
     w = read_weights(weights, plan, known, needs_x)
-    saved_w = save_weights(w, weights, plan, known.codes is not None) if needs_x else SavedWeights()
-    return x.saved, saved_w.tensors, fprop([source.x], x.fprop, w, weights, plan, dtype, stats)
+    saved_w = save_weights(w, weights, plan, known[0] is not None) if needs_x else SavedWeights()
+    return saved_x, saved_w.tensors, fprop([source.x], x, w, weights, plan, dtype, stats)
 
 
 def _backward(options: tuple[Any, ...], *tensors: Any) -> Result:
@@ -444,12 +417,12 @@ def read_input(
     needs_weight: bool,
     scale_ref: ScaleRef | None = None,
     keeps_input: bool = False,
-) -> QuantizedInput:
-    """Quantise an input for fprop, and save of it what wgrad will need.
+) -> tuple[Quantized | None, SavedInput]:
+    """Return an input (M, K) as fprop reads it, None in BF16, and what is saved of it for wgrad.
 
     Args:
         dtype: that of a GEMM in high precision.
-        needs_weight: whether wgrad will run.
+        needs_weight: whether wgrad will run; if not, nothing is saved.
         scale_ref: stored scale of the input, if it has one.
         keeps_input: save the input itself, and let wgrad quantise it again.
     """
@@ -459,7 +432,7 @@ def read_input(
     if source.norm_input is not None:
         scale = source.scale if source.second_scale is None else source.second_scale
         saved = SavedInput(source.norm_input, None, scale, source.norm_rstd, source.norm_weight)
-        return QuantizedInput(prequantized, saved if needs_weight else SavedInput())
+        return prequantized, saved if needs_weight else SavedInput()
     # Codes of another kernel may come from values before rounding, so that backward could not make them again.
     x = None if keeps_input else prequantized
     if plan.x is not None and plan.x_second is not None and needs_weight:
@@ -467,14 +440,14 @@ def read_input(
             codes, scale = source.second_codes, source.second_scale
             if codes is None:
                 codes, scale = kernels.quantize_matrix(x_MK, plan.x_second)[:2]
-            return QuantizedInput(x, SavedInput(codes=codes, scale=scale))
+            return x, SavedInput(codes=codes, scale=scale)
         both = kernels.quantize_rows_twice([x_MK], plan.x, plan.x_second, keeps_codes=not keeps_input)
-        return QuantizedInput(both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale))
+        return both.first, SavedInput(x_MK if keeps_input else None, both.codes, both.scale)
     if plan.x_back is Transposed.QUANTIZED and needs_weight and not keeps_input:
         # wgrad needs the transpose quantised by itself: from the same read
         made, transposed = quantize_both([x_MK], None if x else plan.x, plan.x_t, scale_ref=scale_ref)
         assert transposed is not None
-        return QuantizedInput(x or made, SavedInput(codes=transposed.codes, scale=transposed.scale))
+        return x or made, SavedInput(codes=transposed.codes, scale=transposed.scale)
     if plan.x is not None and x is None:
         stored = scale_ref is not None
         x = (
@@ -483,42 +456,44 @@ def read_input(
             else kernels.quantize_matrix(x_MK, plan.x)
         )
     if not needs_weight:
-        return QuantizedInput(x, SavedInput())
+        return x, SavedInput()
     if plan.x_back is Transposed.VALUES:
-        return QuantizedInput(x, SavedInput(x_MK.to(dtype)))
+        return x, SavedInput(x_MK.to(dtype))
     if keeps_input:
         scale = x.scale if x is not None and plan.x_back is Transposed.FOLDED else None
-        return QuantizedInput(x, SavedInput(x_MK, scale=scale))
+        return x, SavedInput(x_MK, scale=scale)
     assert x is not None
-    return QuantizedInput(x, SavedInput(codes=x.codes, scale=x.scale))
+    return x, SavedInput(codes=x.codes, scale=x.scale)
 
 
 def read_weights(
     weights: Sequence[Tensor],
     plan: LinearPlan,
-    known: KnownCodes = KnownCodes(),  # noqa: B008 - immutable
+    known: Sequence[Tensor | None] = NO_CODES,
     needs_input: bool = False,
 ) -> WeightCodes | None:
     """Return the weights as fprop reads them; None if it is in BF16.
 
     Args:
-        known: codes of the stack that exist.
+        known: what `codes_for` returned.
         needs_input: whether dgrad will run, which may read a second set of codes.
     """
     if plan.w is None:
         return None
-    codes, scale, *others = known
+    codes, scale, second_codes, second_scale = known
     if codes is None or scale is None:
         return quantize_weights(weights, plan.w, plan.w_second if needs_input else None)
-    rows = tuple(weight.shape[0] for weight in weights)
-    second_set = None if others[1] is None else (others[0], others[1])
-    return WeightCodes((Quantized(codes, scale, plan.w.tile),), rows, second_set)
+    second = None if second_scale is None else (second_codes, second_scale)
+    return WeightCodes((Quantized(codes, scale, plan.w.tile),), tuple([w.shape[0] for w in weights]), second)
 
 
 def codes_for(weights: Sequence[Tensor], codes: WeightCodes | None) -> tuple[Tensor | None, ...]:
-    """Return the fields of `KnownCodes` for weights; None for each unless `codes` are those of exactly these layers."""
+    """Return codes and scale of a stack of weights (sum of N_i, K) for fprop, and of their second set.
+
+    None for each that is not known, and for all unless `codes` are those of exactly these layers.
+    """
     if codes is None or codes.rows != tuple(weight.shape[0] for weight in weights):
-        return None, None, None, None
+        return NO_CODES
     return *codes.stack[:2], *(codes.second or (None, None))
 
 
@@ -650,8 +625,8 @@ def fprop(
         return multiply(x, w, dtype, plan.accumulate[0])
     origin = telemetry_ops.Source(tensors, plan.x, plan.x_stored is None, kind)
     options = telemetry_ops.GemmOptions(dtype, plan.accumulate[0])
-    w = w._replace(second=None)
-    return telemetry_ops.sampled_fprop(x, w, weights, plan.w, options, origin, stats)
+    w, plain = w._replace(second=None), () if has_fp8_weight(weights) else weights
+    return telemetry_ops.sampled_fprop(x, w, plan.w, plain, options, origin, stats)
 
 
 def dgrad(

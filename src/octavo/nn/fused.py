@@ -17,7 +17,7 @@ from octavo._util.compiler import answer, ask_tracer, module_of
 from octavo.nn.first_call import note_traced
 from octavo.nn.functional import Quantizer, compute_dtype, settings_of
 from octavo.nn.linear import Linear, is_adopted
-from octavo.nn.mlp import _MLP, UNKNOWN, mlp
+from octavo.nn.mlp import _MLP, UNKNOWN, mlp, options_of
 from octavo.nn.modules import has_hooks
 from octavo.nn.recognised import Recognised
 from octavo.nn.shared import brings_weight
@@ -157,16 +157,9 @@ def _find_call(context: Any) -> None:
     if not are_usual(layers) or any(layer.weight_codes is not None for layer in layers) or not fit(x, weight):
         return answer(None)
     note_traced()
-    keeps_codes = module.mlp_activation_inputs == "fp8" and torch.is_grad_enabled()
-    plans = [recipe.plan.key for recipe in module.mlp_recipes]
-    options = (
-        module.mlp_roles.kind,
-        *plans,
-        compute_dtype(x),
-        keeps_codes,
-        layers[0].keeps_input,
-        torch.is_grad_enabled(),
-    )
+    inner, outer = module.mlp_recipes
+    plans, inputs = (inner.plan, outer.plan), module.mlp_activation_inputs
+    options = options_of(module.mlp_roles.kind, plans, compute_dtype(x), inputs, layers[0].keeps_input)
     return answer(((UNKNOWN, options), which_buffer(layers[:-1]), which_buffer(layers[-1:])))
 
 

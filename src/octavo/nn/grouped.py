@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import kernels
-from octavo._util.autograd import first_order
+from octavo._util.autograd import first_order, tracked
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.experts import weighted
 from octavo.kernels.grouped import (
@@ -32,7 +32,7 @@ from octavo.kernels.grouped import (
 )
 from octavo.nn import telemetry_experts
 from octavo.nn.adopted import refuse_bare_codes
-from octavo.nn.functional import SavedOperand, compute_dtype
+from octavo.nn.functional import compute_dtype
 from octavo.nn.operands import check_dtypes
 from octavo.nn.switch import Switchable
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
@@ -151,7 +151,7 @@ def grouped_linear(
     made: tuple[Tensor | None, ...] = (None,) * 4
     if codes is not None:  # Dynamo takes no tensor twice
         made = (*codes.forward, *((None, None) if codes.backward is codes.forward else codes.backward))
-    arguments = x, weight, ends, load(recipe), compute_dtype(x), stats, *made
+    arguments = *tracked(x, weight), ends, load(recipe), compute_dtype(x), stats, *made
     result: Tensor = _GroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
 
@@ -196,6 +196,14 @@ def unsupported_reason(recipe: Recipe) -> str | None:
             if not operand.is_repeatable:
                 return f"its {gemm} has an operand {operand}, only linear layers round and scale like that. {can}"
     return None
+
+
+class SavedOperand(NamedTuple):
+    """An operand as it is saved for a backward GEMM: as values in high precision, or as codes."""
+
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    scale: Tensor | None = None
 
 
 def _reads_fprop(back: Transposed) -> bool:

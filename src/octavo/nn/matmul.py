@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._util.autograd import first_order
+from octavo._util.autograd import first_order, tracked
 from octavo.errors import ConfigError
 from octavo.kernels.batch import Batch, batch_of, quantize_batch
 from octavo.kernels.bmm import bmm
@@ -56,7 +56,7 @@ def matmul(a: Tensor, b: Tensor, recipe: Recipe, dtype: torch.dtype | None = Non
 def _multiply(a_BMK: Tensor, b_BKN: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if 0 in (*a_BMK.shape, *b_BKN.shape):
         return product(a_BMK.to(dtype), b_BKN.to(dtype))
-    result: Tensor = _Matmul.apply(a_BMK, b_BKN, recipe, dtype)  # type: ignore[no-untyped-call]
+    result: Tensor = _Matmul.apply(*tracked(a_BMK, b_BKN), recipe, dtype)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -27,8 +27,8 @@ from octavo.kernels.runtime import host_state
 from octavo.kernels.runtime.tape import Result, replay
 from octavo.nn.attached_codes import InputCodes, renew
 from octavo.nn.functional import (
+    NO_CODES,
     InputSource,
-    KnownCodes,
     Quantizer,
     SavedInput,
     SavedWeights,
@@ -88,13 +88,11 @@ def mlp(
             with a power-of-two scale per 128 columns of a token.
     """
     inner, outer = quantizers
-    plan, outer_plan = inner.recipe.plan, outer.recipe.plan
+    plan = inner.recipe.plan
     check_operands(x, weights[0])
     if torch.compiler.is_compiling():
         enter_graph(host_state.now.is_open_to_compilers)
-    trains = torch.is_grad_enabled()
-    keeps_codes = activation_inputs == "fp8" and trains
-    options = kind, plan.key, outer_plan.key, inner.dtype, keeps_codes, inner.keeps_input, trains
+    options = options_of(kind, (plan, outer.recipe.plan), inner.dtype, activation_inputs, inner.keeps_input)
     y_MD: Tensor = _MLP.apply(  # type: ignore[no-untyped-call]
         *input_source(x, plan, prequantized),
         *codes_for(weights[:-1], codes[0]),
@@ -109,7 +107,15 @@ def mlp(
     return y_MD.reshape(*x.shape[:-1], y_MD.shape[1])
 
 
-_X, _W = len(InputSource._fields), len(KnownCodes._fields)
+def options_of(
+    kind: str, plans: tuple[LinearPlan, LinearPlan], dtype: torch.dtype, inputs: Precision, keeps_input: bool
+) -> tuple[Any, ...]:
+    """Return the options of `_MLP`, constants of a call; inputs: format of gate and up saved for backward."""
+    trains = torch.is_grad_enabled()
+    return kind, plans[0].key, plans[1].key, dtype, inputs == "fp8" and trains, keeps_input, trains
+
+
+_X, _W = len(InputSource._fields), len(NO_CODES)
 _WEIGHTS = _X + 2 * _W + 3
 """Index of the first weight among the arguments of `_MLP.apply`: fields of `InputSource`, codes and scale of gate and
 up, codes and scale of down, the stats buffers of both, options, *weights."""
@@ -154,23 +160,23 @@ def _forward(options: tuple[Any, ...], *tensors: Any) -> Result:
     kind, *keys, dtype, keeps_codes, keeps_input, needs_x, needs_inner, needs_down = options
     inner, outer = map(plan_by, keys)
     source, weights = InputSource(*tensors[:_X]), tensors[_WEIGHTS - 1 :]
-    known, known_down = KnownCodes(*tensors[_X : _X + _W]), KnownCodes(*tensors[_X + _W : _X + 2 * _W])
+    known, known_down = tensors[_X : _X + _W], tensors[_X + _W : _X + 2 * _W]
     stats, down_stats = tensors[_X + 2 * _W : _WEIGHTS - 1]
     needs_hidden = needs_x or needs_inner
-    x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
+    x, saved_x = read_input(source, inner, dtype, needs_inner, keeps_input=keeps_input)
     w = read_weights(weights[:-1], inner, known, needs_x)
     down = read_weights(weights[-1:], outer, known_down, needs_hidden or needs_down)
     assert w is not None and down is not None
-    before = fprop([source.x], x.fprop, w, weights[:-1], inner, dtype, stats)
+    before = fprop([source.x], x, w, weights[:-1], inner, dtype, stats)
     hidden, inputs, scale = activated(kind, before, outer, keeps_codes, needs_down)
-    saved_w = save_weights(w, weights[:-1], inner, known.codes is not None) if needs_x else SavedWeights()
+    saved_w = save_weights(w, weights[:-1], inner, known[0] is not None) if needs_x else SavedWeights()
     return (
         fprop(before, hidden, down, weights[-1:], outer, dtype, down_stats, kind),
-        x.saved,
+        saved_x,
         (scale,),
         inputs,
         saved_w.tensors,
-        save_weights(down, weights[-1:], outer, known_down.codes is not None).tensors,
+        save_weights(down, weights[-1:], outer, known_down[0] is not None).tensors,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,11 @@ _POSITION = re.compile(r"((layer|block)_?)?(id|idx|index|num|number|name)")
 def is_position(name: str, value: Any) -> bool:
     """Return whether an attribute names the position of a module in its model: `layer_idx`, `block_id` or `name`."""
     return isinstance(value, int | float | str) and _POSITION.fullmatch(name) is not None
+
+
+def input_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the input of a call from the arguments that hooks get: the first one, by position or by keyword."""
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 @contextmanager

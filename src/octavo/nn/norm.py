@@ -5,6 +5,9 @@ hooks and flags stay. It only replaces the parent's computation if that gains so
 one kernel writes y and its codes, both sets of them where wgrad reads others than fprop (`rotated`). Compiled code runs
 the parent's forward. So does input that the kernels would treat differently from the parent.
 
+In a block whose residual stream is a `Stream` (`octavo.nn.residual`) the norm adds what the block has computed in the
+same pass, and its backward the gradient that passes by it.
+
 Backward reads the input. In a transformer that is the residual stream, which no other operation saves: the additions
 that compute it save nothing. A norm can save it in FP8 (`input_format`); it then always replaces the parent's
 computation, in compiled code too. The effect on gradients is small. The error of the input reaches dx only through the
@@ -18,6 +21,7 @@ for bit, and save none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from numbers import Real
 from typing import Any, cast
@@ -44,6 +48,7 @@ from octavo.nn.operands import autocast_dtype
 from octavo.nn.probe import CALLS, as_written, computes, is_as_its_class, random_tensor, shallow_copy
 from octavo.nn.recognised import Recognised
 from octavo.nn.side_effects import Conduct
+from octavo.nn.stream import Stream
 from octavo.numerics import Quantized
 from octavo.recipes import Precision
 
@@ -78,6 +83,8 @@ class Norm(Recognised):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the norm of x (..., D) over its last dimension. Calls with other arguments go to the parent."""
+        if len(args) == 1 and type(args[0]) is Stream and not kwargs:
+            return self._forward_of_stream(args[0])
         way = traced_way(self, args[0] if len(args) == 1 and not kwargs else None) if is_compiling() else ""
         if way == "recompute":
             return self._forward_to_recompute(args[0])
@@ -87,17 +94,26 @@ class Norm(Recognised):
             self._note_that_nothing_is_saved(args)
             return super().forward(*args, **kwargs)
         x: Tensor = args[0]
-        x_MD = x.reshape(-1, x.shape[-1])
-        eps = self._eps(x)
-        targets = self._targets(x.device)
-        keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
         refuse_transforms()
-        y_MD, *codes = _Function.apply(x_MD, *self._affine(), eps, targets, self.is_centred, keeps_codes)  # type: ignore[no-untyped-call]
-        y = y_MD.view(x.shape)
-        if targets:
-            pairs = zip(codes[::2], codes[1::2], targets, strict=True)
-            attach_codes(y, *[(Quantized(each, scale, target.tile), target) for each, scale, target in pairs])
-        return y
+        options = self._options(x)
+        y_MD, *codes = _Function.apply(x.reshape(-1, x.shape[-1]), *self._affine(), options)  # type: ignore[no-untyped-call]
+        return _with_codes(y_MD.view(x.shape), codes, options[1])
+
+    def _forward_of_stream(self, stream: Stream) -> Any:
+        """Return the norm of a residual stream, and leave its value to it."""
+        x, addend = stream.parts
+        is_sum = (
+            addend is not None and addend.dtype in _DTYPES and torch.promote_types(x.dtype, addend.dtype) == x.dtype
+        )
+        passes_gradients = addend is None and torch.is_grad_enabled() and x.requires_grad
+        if is_compiling() or not (is_sum or passes_gradients) or not self._takes(x):
+            return self.forward(stream.tensor())
+        refuse_transforms()
+        options = self._options(x)
+        rows = [None if each is None else each.reshape(-1, x.shape[-1]) for each in (x, addend)]
+        sum_MD, y_MD, *codes = _StreamFunction.apply(*rows, *self._affine(), options)  # type: ignore[no-untyped-call]
+        stream.settle(sum_MD.view(x.shape))
+        return _with_codes(y_MD.view(x.shape), codes, options[1])
 
     def _find_call_key(self) -> str:
         return f"{'on' if self.enabled else 'off'}|{self.target}|{self.input_format}|{self.form}"
@@ -111,6 +127,11 @@ class Norm(Recognised):
             "" if self.enabled else "disabled",
         ]
         return ", ".join(filter(None, shown))
+
+    def _options(self, x: Tensor) -> tuple[Any, ...]:
+        """Return eps, the targets, whether it is centred, and whether backward keeps codes of x."""
+        keeps_codes = self.input_format == "fp8" and torch.is_grad_enabled()
+        return self._eps(x), self._targets(x.device), self.is_centred, keeps_codes
 
     def _eps(self, x: Tensor) -> float:
         eps = _eps_of(self)
@@ -356,48 +377,99 @@ def _random_copy(module: nn.Module, training: bool, dtype: torch.dtype) -> nn.Mo
     return made
 
 
+def _holds(dtype: torch.dtype, addend: torch.dtype) -> bool:
+    """Return whether the sum of a tensor of a dtype with one of another has the first."""
+    return torch.promote_types(dtype, addend) == dtype
+
+
+def _with_codes(y: Tensor, codes: Sequence[Tensor], targets: Sequence[QuantSpec]) -> Tensor:
+    """Return y with codes and scales attached, in the order of their targets."""
+    if targets:
+        pairs = zip(codes[::2], codes[1::2], targets, strict=True)
+        attach_codes(y, *[(Quantized(each, scale, target.tile), target) for each, scale, target in pairs])
+    return y
+
+
 class _Function(torch.autograd.Function):
-    """y, and codes and scales for each target, of which there are at most two."""
+    """y, and codes and scales for each target, of which there are at most two. options: `Norm._options`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_MD: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        targets: tuple[QuantSpec, ...],
-        centred: bool,
-        keeps_codes: bool,
+        ctx: Any, x_MD: Tensor, weight: Tensor | None, bias: Tensor | None, options: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        keeps_codes = keeps_codes and any(ctx.needs_input_grad)
-        made, kept = replay(_forward, (eps, targets, centred, keeps_codes), (x_MD, weight, bias))
+        made, kept = replay(_forward, _with_grad(options, ctx), (x_MD, None, weight, bias))
+        _, *results = made
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)  # otherwise backward gets zeros for the codes
-        ctx.mark_non_differentiable(*made[1:])
-        return tuple(made)  # type: ignore[arg-type]  # none is None
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)  # type: ignore[arg-type]  # none is None
 
     @staticmethod
     @first_order
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_outputs[0] is None:
-            return (None,) * 7
-        (gradients,) = replay(_backward, (), (grad_outputs[0], *ctx.saved_tensors))
-        return *gradients, *(None,) * (7 - len(gradients))
+            return (None,) * 4
+        (gradients,) = replay(_backward, (), (grad_outputs[0], None, *ctx.saved_tensors))
+        return *gradients, *(None,) * (4 - len(gradients))
 
 
-def _forward(options: tuple[Any, ...], x_MD: Tensor, weight: Tensor | None, bias: Tensor | None) -> Result:
-    """Return y and its codes and scales, and what is saved for backward."""
+class _StreamFunction(torch.autograd.Function):
+    """The sum, and what `_Function` returns for it; without an addend x itself, whose gradient then passes through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MD: Tensor,
+        addend_MD: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> tuple[Tensor, ...]:
+        made, kept = replay(_forward, _with_grad(options, ctx), (x_MD, addend_MD, weight, bias))
+        total, *results = made
+        ctx.save_for_backward(*kept)
+        ctx.addend = None if addend_MD is None else addend_MD.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*results[1:])
+        return (x_MD if total is None else total), *results  # type: ignore[arg-type]  # none is None
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        passing, dy, *_ = grad_outputs
+        if dy is None:
+            dx, rest = passing, []
+        else:
+            ((dx, *rest),) = replay(_backward, (), (dy, passing, *ctx.saved_tensors))
+        d_addend = None if ctx.addend is None or dx is None else dx.to(ctx.addend)
+        return dx, d_addend, *rest, *(None,) * (3 - len(rest))
+
+
+def _with_grad(options: tuple[Any, ...], ctx: Any) -> tuple[Any, ...]:
+    """Return options that keep codes only if there is a backward."""
+    *others, keeps_codes = options
+    return *others, keeps_codes and any(ctx.needs_input_grad)
+
+
+def _forward(
+    options: tuple[Any, ...], x_MD: Tensor, addend_MD: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> Result:
+    """Return the sum, if there is one, y and its codes and scales, and what is saved for backward."""
     eps, targets, centred, keeps_codes = options
     target, second = (*targets, None, None)[:2]
-    made = norm.normalise(x_MD, weight, bias, eps, centred=centred, target=target, second=second)
+    made: norm.Normed | norm.NormedSum
+    if addend_MD is None:
+        total, made = None, norm.normalise(x_MD, weight, bias, eps, target, centred, second)
+    else:
+        made = norm.normalise_sum(x_MD, addend_MD, weight, bias, eps, target, centred, second)
+        total = x_MD = made.sum
     kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)
     codes = [tensor for each in (made.quantized, made.second) if each is not None for tensor in each[:2]]
-    return (made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
+    return (total, made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
 
 
-def _backward(options: tuple[Any, ...], dy: Tensor, *saved: Any) -> Result:
+def _backward(options: tuple[Any, ...], dy: Tensor, passing: Tensor | None, *saved: Any) -> Result:
     """Return the gradients of x, weight and bias."""
     x_MD, scale, weight, bias, mean, rstd = saved
     x = x_MD if scale is None else Quantized(x_MD, scale, norm.KEPT.tile)
-    return (norm.normalise_backward(dy, x, weight, bias, mean, rstd),)
+    return (norm.normalise_backward(dy, x, weight, bias, mean, rstd, passing),)

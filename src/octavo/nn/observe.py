@@ -28,7 +28,7 @@ from octavo.nn.fp8_weights import values
 from octavo.nn.functional import scale_ref_of
 from octavo.nn.grouped import GroupedLinear
 from octavo.nn.linear import LinearLayer
-from octavo.nn.modules import hooked
+from octavo.nn.modules import hooked, input_of
 from octavo.nn.multihead import MultiheadAttention
 from octavo.nn.telemetry_ops import rotated
 from octavo.numerics import PER_TENSOR, Quantized, format_of, tile_amax
@@ -115,7 +115,7 @@ class Observation:
         def watch(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
             if not layer.enabled:
                 return
-            x, recipe = args[0] if args else kwargs["input"], layer.recipe
+            x, recipe = input_of(args, kwargs), layer.recipe
             runs = _gemms_that_run(x, layer.weight)
             x_MK, weight_NK = _input_matrix(layer, x), _weight_matrix(layer)
             input8 = self._look(tally, layer, "input", x_MK, runs)

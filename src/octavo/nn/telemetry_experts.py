@@ -28,39 +28,6 @@ from octavo.nn.telemetry_ops import (
 from octavo.numerics import Quantized
 
 
-def sampled_grouped_fprop(
-    x: Quantized,
-    w: ExpertCodes,
-    ends: Tensor,
-    options: GemmOptions,
-    tokens: Source,
-    stack: Source,
-    stats: Tensor,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Return y (T, N), and sample the tokens (T, K) and the weights (E, N, K).
-
-    Args:
-        tokens: x itself, by `ROWS`, or the inputs of an activation.
-        stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
-        weights: FP32 (T,), factors of the rows of y.
-    """
-    return _fprop(x, w, ends, options, tokens, stack, stats, weights)
-
-
-def sampled_grouped_dgrad(
-    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
-) -> Tensor:
-    """Return dx (T, K), and sample the gradients dy (T, N).
-
-    Args:
-        w: transposed, (E, K, N).
-        source: dy; its fold, FP32 (E, N), holds the factors of each expert's tokens.
-        stats: as for `sampled_grouped_fprop`.
-    """
-    return _dgrad(g, w, ends, options, source, stats)
-
-
 def _fake(a: Quantized, w: ExpertCodes, _ends: Tensor, options: GemmOptions, *_: object) -> Tensor:
     return a.codes.new_empty(a.codes.shape[0], w.codes.shape[1], dtype=options.dtype)
 
@@ -68,11 +35,18 @@ def _fake(a: Quantized, w: ExpertCodes, _ends: Tensor, options: GemmOptions, *_:
 _TAGS = torch.Tag.cudagraph_unsafe, torch.Tag.needs_fixed_stride_order
 
 
-@operation(name="sampled_grouped_fprop", fake=_fake, tags=_TAGS)
-def _fprop(
+@operation(fake=_fake, tags=_TAGS)
+def sampled_grouped_fprop(
     x: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, tokens: Source, stack: Source,
-    stats: Tensor, weights: Tensor | None,
+    stats: Tensor, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """Return y (T, N), and sample the tokens (T, K) and the weights (E, N, K).
+
+    Args:
+        tokens: x itself, by `ROWS`, or the inputs of an activation.
+        stats: the buffer, FP32 (3, WIDTH) or (3, WIDTH + BINS).
+        weights: FP32 (T,), factors of the rows of y.
+    """
     y, rows = grouped_gemm(x if weights is None else weighted(x, weights), w, ends, *options), stats.data
     if not sampling_off(rows[0]) and 0 not in x.codes.shape:
         sample_input(x, tokens, _ends_of_tokens(y, ends), rows[0])
@@ -90,8 +64,17 @@ def _sample_weights(stack: Source, scale: Tensor, edges: Tensor, row: Tensor) ->
     sample(SampleInput(matrix, scale, stack.target, None, edges, tied=True, rows=total), row)
 
 
-@operation(name="sampled_grouped_dgrad", fake=_fake, tags=_TAGS)
-def _dgrad(g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
+@operation(fake=_fake, tags=_TAGS)
+def sampled_grouped_dgrad(
+    g: Quantized, w: ExpertCodes, ends: Tensor, options: GemmOptions, source: Source, stats: Tensor
+) -> Tensor:
+    """Return dx (T, K), and sample the gradients dy (T, N).
+
+    Args:
+        w: transposed, (E, K, N).
+        source: dy; its fold, FP32 (E, N), holds the factors of each expert's tokens.
+        stats: as for `sampled_grouped_fprop`.
+    """
     dx, row = grouped_gemm(g, w, ends, *options), stats.data[2]
     if sampling_off(row) or 0 in g.codes.shape:
         return dx

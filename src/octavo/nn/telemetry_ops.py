@@ -32,7 +32,7 @@ from octavo.kernels.runtime.operation import operation
 from octavo.kernels.sample import SampleInput, is_idle, sample, sampled_rows, sampling_off
 from octavo.nn.attached_codes import is_placeholder
 from octavo.nn.first_call import note_calls
-from octavo.nn.weight_codes import WeightCodes, as_matrix, has_fp8_weight, multiply, split_scale
+from octavo.nn.weight_codes import WeightCodes, as_matrix, multiply, split_scale
 from octavo.numerics import Quantized, block_for, dequantize, rotate
 from octavo.recipes import Operand
 
@@ -129,33 +129,23 @@ def patches_of(window: Window) -> str:
     return "" if window.is_pixel else " ".join([PATCHES, *map(str, window.flat)])
 
 
-def sampled_fprop(
-    x: Quantized, w: WeightCodes, weights: Sequence[Tensor], target: QuantSpec, options: GemmOptions, source: Source,
-    stats: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """Return X W_i^T for each weight, and sample the input and the weights. target: quantisation of W."""
-    plain = [] if has_fp8_weight(weights) else list(weights)
-    return _fprop(x, w, target, plain, options, source, stats)
-
-
-def sampled_dgrad(
-    g: Quantized, w_KN: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
-) -> Tensor:
-    """Return G W (M, K), and sample the gradients of that many layers."""
-    return _dgrad(g, w_KN, layers, options, source, stats)
-
-
 def _fprop_fake(
     x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, *_: object
 ) -> list[Tensor]:
     return [x.codes.new_empty(x.codes.shape[0], rows, dtype=options.dtype) for rows in w.rows]
 
 
-@operation(name="sampled_fprop", fake=_fprop_fake, tags=[torch.Tag.cudagraph_unsafe])
-def _fprop(
+@operation(fake=_fprop_fake, tags=[torch.Tag.cudagraph_unsafe])
+def sampled_fprop(
     x: Quantized, w: WeightCodes, target: QuantSpec, weights: Sequence[Tensor], options: GemmOptions, source: Source,
     stats: Tensor,
 ) -> list[Tensor]:  # fmt: skip
+    """Return X W_i^T for each weight, and sample the input and the weights.
+
+    Args:
+        target: quantisation of W.
+        weights: (N_i, K); empty if they are FP8 tensors, of which the codes are sampled.
+    """
     outputs = multiply(x, w, *options)
     row, *rows = stats.data.unbind()  # without incrementing its version: a layer may run twice before backward
     if not sampling_off(row) and 0 not in x.codes.shape:
@@ -220,8 +210,11 @@ def _dgrad_fake(g: Quantized, w: Quantized, _layers: int, options: GemmOptions, 
     return g.codes.new_empty(g.codes.shape[0], w.codes.shape[0], dtype=options.dtype)
 
 
-@operation(name="sampled_dgrad", fake=_dgrad_fake, tags=[torch.Tag.cudagraph_unsafe])
-def _dgrad(g: Quantized, w: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor) -> Tensor:
+@operation(fake=_dgrad_fake, tags=[torch.Tag.cudagraph_unsafe])
+def sampled_dgrad(
+    g: Quantized, w: Quantized, layers: int, options: GemmOptions, source: Source, stats: Tensor
+) -> Tensor:
+    """Return G W (M, K), and sample the gradients of that many layers. w: transposed, (K, N)."""
     result = kernels.gemm(g, w, *options)
     rows = stats.data.unbind()[1 + layers :]
     if not sampling_off(rows[0]) and 0 not in g.codes.shape:

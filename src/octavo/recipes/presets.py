@@ -53,7 +53,7 @@ def rowwise() -> Recipe:
 
 
 def rowwise_bf16_fprop() -> Recipe:
-    """`rowwise` with fprop in BF16, the product whose rounding was seen to raise the loss; both gradients in FP8."""
+    """`rowwise` with fprop in BF16, the GEMM whose rounding was seen to raise the loss; both gradients in FP8."""
     return replace(rowwise(), name="rowwise_bf16_fprop", fprop=Fprop(precision="bf16"))
 
 
@@ -139,7 +139,7 @@ def served_block() -> Recipe:
 
 
 def mxfp8() -> Recipe:
-    """1x32 tiles with E8M0 scales along each product's own sum, E4M3 everywhere (OCP MX 1.0; arXiv 2506.08027)."""
+    """1x32 tiles with E8M0 scales along each GEMM's own sum, E4M3 everywhere (OCP MX 1.0; arXiv 2506.08027)."""
     return replace(mx("e4m3", "e4m3"), name="mxfp8")
 
 

@@ -139,7 +139,9 @@ def explain(recipe: Recipe) -> str:
             continue
         a, b = operands[name]
         left, right = OPERANDS[name]
-        lines.append(f"  {name}  FP8, {recipe.gemm(name).accumulate} accumulation")
+        is_integer = a.format == b.format == "int8"
+        sums = "INT8, exact sums" if is_integer else f"FP8, {recipe.gemm(name).accumulate} accumulation"
+        lines.append(f"  {name}  {sums}")
         lines.append(f"    {left:<12}{a!s:<{width}}{_source(recipe, name, left, a, b)}")
         lines.append(f"    {right:<12}{b!s:<{width}}{_source(recipe, name, right, b, a)}")
     lines.append(f"  kept for backward: {', '.join(kept_for_backward(recipe))}")

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from octavo import errors, recipes
 from octavo.conversion import Operators
 from octavo_bench import facts
+from octavo_bench.results import schemas
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,10 @@ def test_every_key_of_a_run_file_says_what_it_means() -> None:
     lines = facts.run_file_table().splitlines()[2:]
     assert any(line.startswith("| `run.recipe` | `str` | `rotated` |") for line in lines)
     assert [line for line in lines if line.endswith("|  |")] == []
+
+
+def test_the_page_of_results_names_every_closed_kind() -> None:
+    page = (Path(__file__).parents[3] / "docs/reference/results.md").read_text(encoding="utf-8")
+    named = re.search(r"((?:`[a-z-]+`(?:,| and)?\s+)+)are closed", page)
+    assert named is not None
+    assert {*re.findall(r"`(.+?)`", named[1])} == {name for name, kind in schemas().items() if kind.closed}

@@ -20,7 +20,7 @@ def test_every_table_of_measurements_renders_or_says_it_is_missing(name: str, tm
 
 
 def test_a_measured_table_says_where_its_figures_come_from(result: MakeResult, tmp_path: Path) -> None:
-    row = {"model": "124m", "tokens": 1000, "recipe": "bf16", "seed": 0, "heldout_loss": 2.0}
-    results.write(result("parity", row), tmp_path)
-    text = render("parity", tmp_path)
-    assert "Measured on nvidia-h200 (torch 2.11.0) with `octavo x`: `2026-11-21-nvidia-h200-parity.json`." in text
+    row = {"workload": "124m", "implementation": "bf16", "ms": 2.0, "ratio_to_bf16": 1.0}
+    results.write(result("moe", row), tmp_path)
+    text = render("moe", tmp_path)
+    assert "Measured on nvidia-h200 (torch 2.11.0) with `octavo x`: `2026-11-21-nvidia-h200-moe.json`." in text

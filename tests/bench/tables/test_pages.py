@@ -44,6 +44,14 @@ def test_check_reports_a_stale_page_and_writing_mends_it(tmp_path: Path) -> None
     assert bring_up_to_date(tmp_path, check=True) == []
 
 
+def test_what_the_package_quotes_is_written_with_the_pages(tmp_path: Path) -> None:
+    quoted = tmp_path / "src" / "octavo" / "lab" / "train" / "presets" / "studies.json"
+    quoted.parent.mkdir(parents=True)
+    quoted.write_text('{"folded": {}}\n')
+    assert bring_up_to_date(tmp_path, check=False) == [f"{quoted}: written"]
+    assert quoted.read_text() == "{}\n"  # no study was measured there
+
+
 def test_an_invalid_result_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "benchmarks" / "results"
     directory.mkdir(parents=True)

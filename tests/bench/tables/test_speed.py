@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo_bench import clients, gemm, kernels, pilot, results, step
+from octavo_bench import clients, gemm, kernels, results, step
 from octavo_bench.results import Result
 
 MakeResult = Callable[..., Result]
@@ -99,13 +99,3 @@ def test_clients_have_the_figures_of_a_cpu_and_the_speeds_of_each_gpu(result: Ma
     assert lines[1].startswith("| Trainer |") and "| differs |" in lines[1] and lines[1].endswith("| 0 |  |")
     assert lines[2].startswith("| Lightning |") and lines[2].endswith("| 0.40 |")
     assert lines[3].startswith("| script | x  | failed: OSError: no |")
-
-
-def test_a_pilot_beside_the_full_measurement() -> None:
-    full = {"folded": 1.21, "block": 1.1}
-    row = {"model": "a", "seconds": 21.4, "adopts": True, "recipe": "folded", "full": full, "right": True}
-    wrong = row | {"model": "b", "adopts": False, "right": False}
-    text = pilot.KIND.markdown([row | {"speedup": 1.25}, wrong, {"model": "c", "error": "OSError: no"}])
-    assert "| a | 21 | `folded` | 1.25 | `folded` 1.21, `block` 1.10 | yes |" in text
-    assert "| b | 21 | not yet |  | `folded` 1.21, `block` 1.10 | no |" in text
-    assert "| c | failed: OSError: no |" in text

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from alone import join_alone
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +24,6 @@ from octavo.distributed.sharding.weights import GatherSpec, Memory, UnitCodes, W
 from octavo.kernels import QuantSpec
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.models.llama import Llama
-from octavo_bench.ranks import join_alone
 
 RANKS = 4
 SHAPE = ModelConfig(vocab=96, dim=64, layers=3, heads=2, kv_heads=1, ffn=160, sequence=16)

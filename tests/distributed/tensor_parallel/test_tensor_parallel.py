@@ -6,6 +6,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from alone import join_alone
 from sharded import FP32, SHAPE, batch, full_state, loss_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -28,7 +29,6 @@ from octavo.nn.functional import linear
 from octavo.numerics import INT8, PER_ROW, dequantize, quantize, sqnr_db
 from octavo.recipes import load
 from octavo.tensor import FP8Tensor
-from octavo_bench.ranks import join_alone
 from octavo_bench.traffic import Traffic
 
 ROW = QuantSpec("e4m3", "row", "power_of_two")

@@ -94,7 +94,7 @@ def test_kinds_and_dtypes(dtype, kind, device):
         torch.testing.assert_close(h, expected, rtol=max(4e-6, torch.finfo(dtype).eps), atol=1e-6)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -125,7 +125,7 @@ def test_targets_of_one_matrix_may_differ_or_be_missing(rows, columns, hidden, d
         check(got, expected)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:(invalid|overflow)")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])

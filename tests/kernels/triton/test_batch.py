@@ -23,7 +23,7 @@ def check(made, x, rows, columns, row_fold, column_fold):
                 assert ours.scale[i].stride() == lies.stride()
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 132, 70)], ids=str)
 @pytest.mark.parametrize("granularity", ["row", "tensor", "1x128", "128x128"])
 @pytest.mark.parametrize("turned", [False, True])

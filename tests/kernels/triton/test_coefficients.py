@@ -48,6 +48,7 @@ def same(here, there):
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("amp", [{}, {"grad_scale": 3.0, "found_inf": 0.0}, {"found_inf": 1.0}], ids=str)
 @pytest.mark.parametrize(("groups", "parameters"), [(1, 1), (3, 300), (1, 0), (20, 130)])
 def test_it_is_the_reference(groups, parameters, amp, device):

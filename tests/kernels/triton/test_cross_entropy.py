@@ -36,6 +36,7 @@ def check(logits: Tensor, targets: Tensor, softcap: float = 0.0, z_loss: float =
     torch.testing.assert_close(logits.double(), gradient, rtol=2.0**-bits, atol=2.0 ** -(bits + 6))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [16, 64, 16384])
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 200])
 def test_rows_of_any_length_in_any_number_of_blocks(vocab, block, device, monkeypatch):
@@ -43,6 +44,7 @@ def test_rows_of_any_length_in_any_number_of_blocks(vocab, block, device, monkey
     check(*inputs(5, vocab, device))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", BITS)
 @pytest.mark.parametrize(("softcap", "z_loss"), [(0.0, 0.0), (5.0, 0.0), (0.0, 0.01), (4.0, 0.02)])
 def test_dtypes_soft_cap_and_z_loss(dtype, softcap, z_loss, device, monkeypatch):

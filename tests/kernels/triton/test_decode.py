@@ -11,6 +11,7 @@ from octavo.numerics.rotation import hadamard
 triton_decode = pytest.importorskip("octavo.kernels.decode.triton")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("cols", "rotation"), [(256, 256), (192, 256), (208, 256), (300, 0), (384, -256)])
 def test_decoded_rows_are_the_specifications(cols, rotation, dtype, device):

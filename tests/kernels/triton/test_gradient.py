@@ -24,6 +24,7 @@ def few_steps(monkeypatch, device):
         monkeypatch.setattr(fast, "SQUARES_STEPS", 4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(12, 256), (3, 200), (1, 5)])
 @pytest.mark.parametrize("scaling", ["group", "tensor"])
 @pytest.mark.parametrize("dtype", CODES)
@@ -69,6 +70,7 @@ def test_squares_are_those_of_fp64(device):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(4, 256), (3, 200)])
 @pytest.mark.parametrize("scaling", ["group", "tensor"])
 @pytest.mark.parametrize("dtype", CODES)

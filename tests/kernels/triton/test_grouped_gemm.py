@@ -18,6 +18,7 @@ def scales(*shape: int, device: str) -> torch.Tensor:
     return torch.randint(-3, 4, shape, device=device).float().exp2()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("counts", "rows", "cols"), [([5], 16, 48), ([130, 0, 3], 144, 272), ([0, 7, 1, 0], 32, 16)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_rows_times_the_weight_of_their_group(counts, rows, cols, strided, device):

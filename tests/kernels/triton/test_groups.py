@@ -27,6 +27,7 @@ def same(one: Quantized | None, other: Quantized | None) -> bool:
     return torch.equal(*codes) and torch.equal(one.scale, other.scale) and one.granularity == other.granularity
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(40, 160), (3, 70), (33, 31), (1, 129)])
 def test_codes_and_scales_are_the_specifications(rows, cols, target, device):

@@ -60,6 +60,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, size: float = 1.0) -> No
         assert float((got != want).float().mean()) < 0.01 or got.numel() < 100
 
 
+@pytest.mark.covering(1)
 @every_shape
 @both_norms
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -75,7 +76,7 @@ def test_codes(shape, centred, target, device):
         assert_close(mean, want_mean)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @every_shape
 @both_norms
 @pytest.mark.parametrize("target", [*TARGETS[:2], *WHOLE], ids=str)
@@ -95,6 +96,36 @@ def test_two_sets_of_codes(shape, centred, target, second, device):
         assert torch.equal(got.scale, same.scale)
 
 
+@pytest.mark.covering(1)
+@every_shape
+@both_norms
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32, torch.bfloat16), (torch.float32,) * 2])
+@pytest.mark.parametrize("target", [None, ROW, WHOLE[0]], ids=str)
+def test_the_norm_of_a_sum_is_bit_for_bit_that_of_what_pytorch_adds(shape, centred, dtypes, target, device):
+    x, addend = (matrix((2 * shape[0], shape[1]), device).to(dtype)[::2] for dtype in dtypes)
+    arguments = (torch.randn(shape[1], device=device), None, EPS, target, centred, None if target is None else ROW)
+    total, *made = fused.forward_of_sum(x, addend, *arguments)
+    want = fused.forward(x + addend, *arguments)
+    assert total.dtype == dtypes[0] and torch.equal(total, x + addend)
+    for got, wanted in zip(made, want, strict=True):
+        assert (got is None) == (wanted is None)
+        for one, other in zip(*[y[:2] if isinstance(y, Quantized) else [y] for y in (got, wanted)], strict=True):
+            assert one is other or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.covering(1)
+@every_shape
+@both_norms
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_the_gradient_that_passes_by_is_added_after_the_rounding(shape, centred, dtype, device):
+    x, dy, passing = (matrix(shape, device).to(dtype) for _ in range(3))
+    weight = torch.randn(shape[1], device=device)
+    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, centred)
+    dx, *sums = fused.backward(dy, x, weight, None, mean, rstd)
+    got, *others = fused.backward(dy, x, weight, None, mean, rstd, passing)
+    assert torch.equal(got, dx + passing) and torch.equal(others[0], sums[0])
+
+
 @pytest.mark.parametrize("target", WHOLE, ids=str)
 @pytest.mark.parametrize("shape", [(5, 256), (3, 3000)], ids=str)
 def test_codes_of_an_rms_norm_are_the_specifications_bit_for_bit_given_its_rstd(shape, target, device):
@@ -107,6 +138,7 @@ def test_codes_of_an_rms_norm_are_the_specifications_bit_for_bit_given_its_rstd(
         assert torch.equal(got.scale, want.scale)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", WHOLE[:3], ids=str)
 @pytest.mark.parametrize("width", [130, 256])
 def test_a_row_that_is_not_finite_has_no_scale_in_int8_and_leaves_others_alone(target, width, device):
@@ -120,6 +152,7 @@ def test_a_row_that_is_not_finite_has_no_scale_in_int8_and_leaves_others_alone(t
     assert torch.equal(got.codes[finite], want.codes[finite]) and torch.equal(got.scale[finite], want.scale[finite])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 @both_norms
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
@@ -173,6 +206,7 @@ def test_zeros_take_the_smallest_scale(device):
     torch.testing.assert_close(rstd, torch.full_like(rstd, EPS**-0.5))
 
 
+@pytest.mark.covering(1)
 @every_shape
 @both_norms
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
@@ -237,6 +271,7 @@ def test_the_widths_of_real_models(cols, centred):
     torch.testing.assert_close(got[1], want[1], rtol=STEP[weight.dtype], atol=1e-2)
 
 
+@pytest.mark.covering(1)
 @both_norms
 @pytest.mark.parametrize("shape", [(1, 128), (33, 96), (40, 300), (3, 3000)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

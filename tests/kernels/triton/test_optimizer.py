@@ -56,7 +56,7 @@ def test_adamw(kind, shapes, device):
     assert all(a == b for a, b in counted) and counted[1][0] > 0
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", ["adam", "lion"])
 @pytest.mark.parametrize("kind", ["exact", "fp8", "fp8-min"])
@@ -66,6 +66,7 @@ def test_other_rules_dtypes_and_rounding(kind, rule, dtype, device):
     assert cases.different(here[0], there[0]) == []
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("eps", [0.0, 1e-20, 1e-8])
 @pytest.mark.parametrize("kind", ["fp32", "exact", "fp8"])
 def test_gradients_of_any_size(kind, eps, device):
@@ -110,7 +111,7 @@ def test_shapes_of_programs():
     assert fast.Shape.flat()._replace(groups=8, steps=2).programs(5, 256) == 1
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shapes", [[(3, 256)], [(3, 200)]], ids=["even", "ragged"])
 @pytest.mark.parametrize("scaling", ["group", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -119,7 +120,7 @@ def test_gradients_that_are_codes(dtype, scaling, shapes, device):
     assert cases.different(here[0], there[0]) == []
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shapes", [[(3, 256)], [(3, 200), (2, 128)]], ids=["even", "ragged"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("kind", ["fp32", "exact", "fp8-lm", "fp8"])
@@ -146,7 +147,7 @@ ONE_OR_QUAD = pytest.mark.parametrize("columns", [slice(3, 4), slice(4, 8)], ids
 
 
 @ONE_OR_QUAD
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["exact", "fp8", "fp8-min, bf16 weight", "fp8, fp8 weight", "fp8-lm, fp8 weight"])
 def test_a_gradient_that_is_not_finite_makes_a_weight_that_is_none(kind, value, columns, device):
@@ -162,6 +163,7 @@ def test_a_gradient_that_is_not_finite_makes_a_weight_that_is_none(kind, value, 
     assert lost[0, columns].all() and lost.sum() == lost[0, columns].numel()
 
 
+@pytest.mark.covering(1)
 @ONE_OR_QUAD
 @pytest.mark.parametrize("kind", ["fp8, fp8 weight", "fp8-lm"])
 def test_a_moment_that_is_no_number_stays_none(kind, columns, device):
@@ -178,6 +180,7 @@ def test_a_moment_that_is_no_number_stays_none(kind, columns, device):
     assert there.first.float().isnan().equal(lost)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(3, 256), (3, 200)])
 @pytest.mark.parametrize("kind", ["fp8-lm", "fp8, fp8 weight"])
 def test_one_scale_a_tensor_with_every_choice(kind, shape, device):

@@ -127,6 +127,7 @@ def test_what_no_kernel_has_is_refused():
     assert "1x32" in triton_quantize.unsupported_reason(QuantSpec("e4m3", "1x32", "power_of_two"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
 @pytest.mark.parametrize(("cols", "rotation"), [(256, 256), (192, 256), (200, 16), (300, 0), (512, -256), (192, -256)])
 def test_rotated_and_integer_rows_are_the_specifications(cols, rotation, format, device):

@@ -14,6 +14,7 @@ def tables(batch: int, length: int, width: int, device: str) -> tuple[torch.Tens
     return angles.cos(), angles.sin()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("conjugate", [False, True])

@@ -12,6 +12,7 @@ triton_quantize = pytest.importorskip("octavo.kernels.quantize.triton")
 triton_weights = pytest.importorskip("octavo.kernels.quantize.triton_weights")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scaling", ["power_of_two", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cols", [96, 130, 33])
@@ -33,6 +34,7 @@ def test_refusals():
     assert "not contiguous" in triton_weights.unsupported_reason([torch.zeros(4, 4).t()])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(130,), (128, 128), (256, 128, 24), (24, 7), (128, 128, 128, 5)], ids=str)
 @pytest.mark.parametrize("cols", [64, 33])
@@ -46,6 +48,7 @@ def test_a_stack_again_from_its_scales(cols, rows, dtype, device):
     assert torch.equal(out.scale, torch.ones(cols, 1, device=device))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [130, 128])
 @pytest.mark.parametrize("cols", [64, 33])
@@ -67,6 +70,7 @@ def test_rows_of_a_norm_and_the_same_codes_again_from_its_input(cols, rows, dtyp
         assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("keeps_codes", [True, False])
 @pytest.mark.parametrize(("count", "rotation"), [(1, 256), (3, 256), (1, -128)])
 def test_two_sets_of_codes_from_one_read(count, rotation, keeps_codes, device):

@@ -26,6 +26,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), torch.nan, x).view(torch.uint8)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("messages", "length", "count"), SHAPES)
 def test_messages_are_the_same_bytes(messages, length, count, dtype, device):
@@ -35,6 +36,7 @@ def test_messages_are_the_same_bytes(messages, length, count, dtype, device):
     assert torch.equal(made.cpu(), reference.pack(x, messages, length))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("parts", "terms"), [(1, 1), (1, 3), (3, 1), (2, 4)])

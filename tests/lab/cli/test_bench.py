@@ -11,8 +11,8 @@ from cyclopts import App
 
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.cli import bench as command
-from octavo_bench import closed, results, stress
 from octavo_bench import kernels as bench_kernels
+from octavo_bench import moe, results
 from octavo_bench.kind import Output
 from octavo_bench.results import Row
 
@@ -58,18 +58,9 @@ def test_what_failed_is_written_and_the_exit_code_is_1(
     assert written is not None and written.rows[0]["error"] == "ValueError: broken"
 
 
-def test_stress_prints_and_writes(octavo: Octavo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert octavo(f"bench stress --recipe folded --device cpu --write {tmp_path}") == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 5 and all(" dB, dX " in line and "not finite" not in line for line in printed)
-    written = results.latest("stress", tmp_path)
-    assert written is not None and written.command == "octavo bench stress --recipe folded"
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("stress --recipe foldd", "--recipe: there is no recipe 'foldd'. Did you mean 'folded'"),
         ("step --workload tyni", "there is no workload 'tyni'. Did you mean 'tiny'"),
         ("step --workload tiny --heads 3", "3 heads do not divide dim 128"),
         ("step --workload tiny --steps 0", "--steps: 0 is not a positive number"),
@@ -100,40 +91,40 @@ def test_who_measures_a_part_is_told_what_tables_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def rows(*recipes: str) -> Iterator[Row]:
-        shape = {"case": "outliers", "nonfinite": 0}
-        yield from ({**shape, "recipe": recipe} for recipe in recipes)
+        shape = {"workload": "w", "ms": 1.0, "ratio_to_bf16": 1.0}
+        yield from ({**shape, "implementation": recipe} for recipe in recipes)
 
     output = Output(write=tmp_path)
     monkeypatch.setattr(results, "today", lambda: "2026-11-20")
-    output.keep(stress.KIND, rows("folded", "block"), device="cpu")
+    output.keep(moe.KIND, rows("folded", "block"), device="cpu")
     assert "tables" not in capsys.readouterr().err
     monkeypatch.setattr(results, "today", lambda: "2026-11-21")
-    output.keep(stress.KIND, rows("folded"), device="cpu")
+    output.keep(moe.KIND, rows("folded"), device="cpu")
     [whole] = tmp_path.glob("2026-11-20-*.json")
     assert f"tables still show {whole.name}, which has more cases of this session" in capsys.readouterr().err
-    output.keep(stress.KIND, rows("folded", "block"), device="cpu")
+    output.keep(moe.KIND, rows("folded", "block"), device="cpu")
     assert "tables" not in capsys.readouterr().err
 
 
 def test_rows_of_a_measurement_that_was_stopped_replace_no_result(tmp_path: Path) -> None:
     def rows(*factors: float) -> Iterator[Row]:
-        yield from ({"workload": "w", "recipe": f"r{factor}", "overhead_percent": factor} for factor in factors)
+        yield from ({"workload": "w", "implementation": f"i{x}", "ms": x, "ratio_to_bf16": 1.0} for x in factors)
 
     def stopped() -> Iterator[Row]:
         yield from rows(3.0)
         raise KeyboardInterrupt
 
     output = Output(write=tmp_path)
-    output.keep(closed.TELEMETRY, rows(1.0, 2.0), device="cpu")
+    output.keep(moe.KIND, rows(1.0, 2.0), device="cpu")
     committed = sorted(path for path in tmp_path.rglob("*.json"))
     before = [path.read_bytes() for path in committed]
     with pytest.raises(KeyboardInterrupt):
-        output.keep(closed.TELEMETRY, stopped(), device="cpu")
+        output.keep(moe.KIND, stopped(), device="cpu")
     assert [path.read_bytes() for path in committed] == before
     (draft,) = tmp_path.glob("unfinished-*/*.json")
-    assert [row["overhead_percent"] for row in results.load(draft).rows] == [3.0]
+    assert [row["ms"] for row in results.load(draft).rows] == [3.0]
     other = tmp_path / "unfinished-another" / draft.name
     other.parent.mkdir()
     other.write_bytes(draft.read_bytes())
-    output.keep(closed.TELEMETRY, rows(4.0), device="cpu")
+    output.keep(moe.KIND, rows(4.0), device="cpu")
     assert other.exists() and not draft.exists()  # only its own

@@ -46,6 +46,12 @@ def test_a_token_is_named(model: nn.Module) -> None:
     assert str(found) == "0 input, sequence 1, token 5 (1 element)"
 
 
+def test_an_input_by_keyword_is_inspected() -> None:
+    layer, x = nn.Linear(4, 4), torch.full((2, 4), torch.nan)
+    found = locate_nonfinite(layer, lambda: layer(input=x))
+    assert found is not None and found.role == "input"
+
+
 def test_a_weight_is_named(model: nn.Module) -> None:
     model[2].weight.data.copy_(struck(model[2].weight))
     found = locate_nonfinite(model, lambda: run(model, torch.randn(2, 16, 32)))

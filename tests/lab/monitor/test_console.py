@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,23 @@ def test_what_is_written_before_it_is_open_comes_first(tmp_path: Path) -> None:
     file.write("step 1\n")
     file.open(tmp_path / "another")  # the first one counts
     assert path.read_text() == "an earlier process\nreading\nstep 1\n"
+
+
+def test_it_outlives_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "console.log"
+    path.parent.mkdir()
+    file = ConsoleFile()
+    file.open(path)
+    file.write("one\n")
+    path.unlink()
+    file.write("two\n")
+    assert path.read_text() == "one\ntwo\n"
+    shutil.rmtree(path.parent)
+    file.write("three\n")
+    file.move(tmp_path / "console.log")
+    file.write("four\n")
+    file.close()
+    assert (tmp_path / "console.log").read_text() == "one\ntwo\nthree\nfour\n"
 
 
 def test_a_full_file_keeps_its_head_and_its_newest_lines(tmp_path: Path) -> None:

@@ -60,34 +60,51 @@ def test_chance_in_a_short_run_is_excused_and_a_true_loss_is_not(name: str) -> N
 
 def test_one_run_tells_nothing_within_its_noise() -> None:
     told = {"gap_percent": 0.3, "gap_95_percent": 0.2, "gap_fluctuation_percent": 1.58}
-    within = "One run cannot tell: held-out loss is 0.30 % {} in FP8, and "
-    during = "the gap fluctuated by ± 1.58 % during the run."
-    assert judge_gap(told) == (False, 1.58, within.format("higher") + during)
-    assert judge_gap({**told, "gap_percent": -0.3}).text == within.format("lower") + during
-    between = within.format("higher") + "the gap varies by ± 2.00 % between held-out sequences."
+    within = "No difference that one run can show: held-out loss {}0.30 % relative to BF16. "
+    during = "During the run the gap fluctuated by ± 1.58 %."
+    assert judge_gap(told) == (False, 1.58, within.format("+") + during)
+    assert judge_gap({**told, "gap_percent": -0.3}).text == within.format("-") + during
+    between = within.format("+") + "Between held-out sequences the gap varies by ± 2.00 % (95 %)."
     assert judge_gap({**told, "gap_95_percent": 2.0}) == (False, 2.0, between)
 
 
-@pytest.mark.parametrize(("gap", "better", "way"), [(2.0, "worse", "higher"), (-2.0, "better", "lower")])
-def test_a_gap_beyond_its_noise_is_one_of_this_run(gap: float, better: str, way: str) -> None:
-    text = f"In this run FP8 is {better}: held-out loss is 2.00 % {way} in FP8, and the gap fluctuated by ± 1.58 %"
-    told = {"gap_percent": gap, "gap_95_percent": None, "gap_fluctuation_percent": 1.58}
-    assert judge_gap(told) == (True, 1.58, f"{text} during the run. Other seeds may differ.")
+@pytest.mark.parametrize(
+    ("gap", "opening"),
+    [
+        (0.9, "Above BF16 in this run, within the limit of 1 %: held-out loss +0.90 % relative to BF16."),
+        (2.0, "Above BF16 in this run, beyond the limit of 1 %: held-out loss +2.00 % relative to BF16."),
+        (-2.0, "Below BF16 in this run: held-out loss -2.00 % relative to BF16."),
+    ],
+)
+def test_a_gap_beyond_its_noise_is_one_of_this_run(gap: float, opening: str) -> None:
+    told = {"gap_percent": gap, "gap_95_percent": None, "gap_fluctuation_percent": 0.58}
+    assert judge_gap(told) == (True, 0.58, f"{opening} During the run the gap fluctuated by ± 0.58 %.")
 
 
 def test_pairs_of_bf16_runs_take_the_place_of_the_fluctuation() -> None:
-    control = {"gap_control_percent": 0.02, "gap_control_pairs": 8, "gap_95_percent": 0.01}
-    told = judge_gap({"gap_percent": 0.3, "gap_fluctuation_percent": 1.58, **control})
-    assert told.is_beyond and "two BF16 runs of this preset differ by up to 0.0200 % (95 %, 8 pairs)." in told.text
-    assert judge_gap({"gap_percent": 0.015, **control}).text.startswith("One run cannot tell")
+    control = {"gap_control_percent": 0.0249, "gap_control_pairs": 8, "gap_95_percent": 0.01}
+    told = judge_gap({"gap_percent": 0.0301, "gap_fluctuation_percent": 1.58, **control})
+    opening = "Above BF16 in this run, within the limit of 1 %: held-out loss +0.030 % relative to BF16. "
+    chance = "By chance alone two BF16 runs of this preset differ by up to 0.025 % (95 %, 8 pairs)."
+    assert told == (True, 0.0249, opening + chance)
+    assert judge_gap({"gap_percent": 0.015, **control}).text.startswith("No difference that one run can show")
+
+
+def test_many_runs_say_what_one_cannot() -> None:
+    study = {"arm": "folded", "percent": 0.2816, "half_width": 0.0104, "pairs": 13, "parameters": "11 M parameters"}
+    told = {"gap_percent": 0.3, "gap_study": {**study, "tokens": 216_596_480}}
+    many = " Many longer runs found +0.28 % ± 0.01 % (folded: 13 pairs, 11 M parameters, 217 M tokens)."
+    assert judge_gap(told).text.endswith(f"chance moves it.{many}")
+    assert judge_gap({**told, "gap_fluctuation_percent": 0.5}).text.endswith(f"by ± 0.50 %.{many}")
 
 
 def test_a_run_without_an_estimate_of_its_noise_cannot_tell() -> None:
     """Held-out sequences alone do not say how far another run would be."""
     for fluctuated in (None, 0.0):
-        found = judge_gap({"gap_percent": 0.014, "gap_95_percent": 0.0041, "gap_fluctuation_percent": fluctuated})
+        found = judge_gap({"gap_percent": 0.0014, "gap_95_percent": 0.0041, "gap_fluctuation_percent": fluctuated})
         assert found.noise is None and not found.is_beyond
-        assert found.text.startswith("One run cannot tell: held-out loss is 0.0140 % higher in FP8, and the run is too")
+        opening = "One run cannot tell: held-out loss +0.0014 % relative to BF16, and the run is too short to know by"
+        assert found.text == f"{opening} how much chance moves it."
     assert judge_gap({"gap_percent": None}).text == judge_gap({}).text == ""
 
 

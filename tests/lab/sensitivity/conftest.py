@@ -21,7 +21,7 @@ class Stack(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.drop(torch.tanh(self.second(torch.tanh(self.first(self.scale * x))))))
+        return self.last(self.drop(torch.tanh(self.second(input=torch.tanh(self.first(self.scale * x))))))
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

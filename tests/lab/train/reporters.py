@@ -33,5 +33,5 @@ class Listener:
     def of(self, kind: type) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self.closed += 1

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from octavo.lab.train.config import assemble, load_preset
-from octavo.lab.train.control import control_of, controls, interval
+from octavo.lab.train.control import control_of, controls, interval, studies, study_of
 from octavo.lab.train.evaluate import student
 
 DEMO = load_preset("demo", cuda=False)
@@ -38,3 +38,19 @@ def test_a_run_has_the_control_of_the_preset_that_it_follows(
         "gap_control_pairs": len(controls()["demo-cpu"]),
     }
     assert found == (expected if applies else {})
+
+
+@pytest.mark.parametrize(
+    ("run", "study"),
+    [
+        ({}, "folded"),
+        ({"recipe": "rotated"}, "rotated"),
+        ({"recipe": "block"}, None),
+        ({"last_share": 0.3}, "folded+run.last_share=0.3"),
+        ({"last_share": 0.2}, None),
+        ({"last_share": 0.3, "last_recipe": "bf16"}, None),
+    ],
+)
+def test_a_run_quotes_the_study_of_its_recipe(run: dict[str, object], study: str | None) -> None:
+    found = study_of(assemble(DEMO, ("test", {"run": run})))
+    assert found == ({"gap_study": studies()[study]} if study else {})

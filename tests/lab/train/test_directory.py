@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import pytest
 from reporters import Listener
+from rich.console import Console
 
 from octavo.errors import CheckpointError, ConfigError, RunError
 from octavo.lab.train import checkpoint, train
 from octavo.lab.train.config import RunConfig, assemble
+from octavo.lab.train.console import ConsoleReporter
 from octavo.lab.train.directory import LOCK, RunDirectory
 from octavo.lab.train.events import Logged
-from octavo.lab.train.files import read_metrics
+from octavo.lab.train.files import SamplesFile, read_metrics
 
 Configure = Callable[..., RunConfig]
 RUN = {"steps": 4, "log_every": 1, "checkpoint_every": 2, "keep": 10, "baseline": False}
@@ -95,7 +98,7 @@ def test_a_config_of_something_else_is_never_overwritten(
 def test_a_directory_that_goes_stops_the_run_which_is_saved_beside_it(
     configure: Configure, how: str, after: int
 ) -> None:
-    config = configure(run=RUN)
+    config = configure(run=RUN, sample={"every": 1, "tokens": 2})
     out = config.run.out
 
     def go() -> None:
@@ -106,8 +109,12 @@ def test_a_directory_that_goes_stops_the_run_which_is_saved_beside_it(
 
     rescued = out.with_name("run-rescued")
     with pytest.raises(RunError, match=rf"removed or renamed; noticed at step 2.* go on with octavo train {rescued}"):
-        train(config, reporters=[Listener(Logged, go, step=after)])
+        console = ConsoleReporter(Console(file=io.StringIO(), width=100), keep=True)
+        train(config, reporters=[console, Listener(Logged, go, step=after)])
     assert not out.exists()
+    kept = (rescued / "console.log").read_text()
+    assert kept.startswith("---") and f"results in {out}" in kept and "octavo: error: " in kept.splitlines()[-1]
+    assert [line["step"] for line in SamplesFile.read(rescued / "samples.jsonl")] == [1, 2][:after]
     assert [line["step"] for line in read_metrics(rescued / "metrics.jsonl")] == [1, 2][:after]
     assert [path.name for path in checkpoint.find(rescued / "checkpoints")] == ["step-000002"]
     again = assemble(("rescued", json.loads((rescued / "config.json").read_text())))

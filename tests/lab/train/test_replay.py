@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from alone import join_alone
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,7 +32,6 @@ from octavo.lab.train.replay import WARM, Captured, Graphs, Replay, _stored
 from octavo.lab.train.setup import replays
 from octavo.lab.train.train_state import TrainState
 from octavo.nn.telemetry import Telemetry
-from octavo_bench.ranks import join_alone
 
 CONFIG = ModelConfig(vocab=32, dim=64, layers=1, heads=2, ffn=128, sequence=8)  # large enough for FP8 gradients
 TWO = dataclasses.replace(SINGLE_PROCESS, launch=Launch(ranks=2))

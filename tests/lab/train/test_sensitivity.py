@@ -65,7 +65,7 @@ def test_a_cost_is_that_of_its_definition_in_float64(is_fp8: bool) -> None:
 def test_a_layer_in_bf16_by_its_recipe_costs_nothing_and_one_that_is_not_called_is_left_out() -> None:
     layers = {name: (nn.Linear(8, 8), load("rowwise_bf16_fprop")) for name in "ab"}
     x = torch.randn(4, 8)
-    costs = layer_costs(layers, lambda: layers["a"][0](x).square().sum().backward())
+    costs = layer_costs(layers, lambda: layers["a"][0](input=x).square().sum().backward())
     assert costs == {"a": LayerCost(0.0, 2 * 4 * 64)}
     assert not choose(costs, ["a"], SensitivityConfig(every=1)) and times_the_mean(costs, "a") == 0
 

@@ -55,7 +55,8 @@ def test_a_launch_slower_than_its_kernel_does_not_count() -> None:
         x.add_(1)
 
     slow_launch()  # loads the kernel
-    assert sorted(milliseconds(slow_launch, "cuda", 9, queued=True, cold=True))[4] < 0.1
+    # The fastest: other processes that use the GPU take it for milliseconds at a time.
+    assert min(milliseconds(slow_launch, "cuda", 9, queued=True, cold=True)) < 0.1
 
 
 def test_a_stopwatch_sums_the_parts_of_one_name(clock: Clock) -> None:
@@ -69,7 +70,7 @@ def test_a_stopwatch_sums_the_parts_of_one_name(clock: Clock) -> None:
 @pytest.mark.gpu
 def test_a_stopwatch_of_a_gpu_measures_its_own_work() -> None:
     watch = Stopwatch(torch.device("cuda"))
-    for name, cycles in (("a", 2_000_000), ("b", 0), ("a", 2_000_000)):
+    for name, cycles in (("a", 100_000_000), ("b", 0), ("a", 100_000_000)):  # longer than another process's turn
         if cycles:
             torch.cuda._sleep(cycles)
         watch.mark(name)

@@ -117,66 +117,6 @@ def activate(
     return Activated(hidden, tuple(inputs), scale)
 
 
-def activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
-    """Return h (M, F), contiguous, in the dtype of gate, for a layer that reads it in that dtype.
-
-    Raises:
-        ConfigError: unknown kind, or mismatched shapes.
-    """
-    _check(kind, gate=gate, up=up)
-    return _activate_plain(kind, gate, up)
-
-
-def activation_backward(
-    kind: str,
-    dh: Tensor,
-    gate: Tensor | Quantized,
-    up: Tensor | Quantized | None,
-    targets: Targets,
-    factors: Factors = Factors(),  # noqa: B008 - immutable
-) -> ActivationGradients:
-    """Return D, D^T and h^T, quantised; a result without a target is skipped.
-
-    Args:
-        kind: one of `KINDS`.
-        dh: (M, F), gradient of h, BF16, FP16 or FP32.
-        gate: (M, F), as in forward, or its codes from `activate`.
-        up: as gate, or None.
-
-    Raises:
-        ConfigError: unknown kind, mismatched shapes, stochastic rounding, `factors.hidden` with a granularity other
-            than `column`, only one of gate and up as codes, or codes not quantised to `INPUTS`.
-    """
-    gate_values, up_values = _check_codes("gate", gate), None if up is None else _check_codes("up", up)
-    _check(kind, gate=gate_values, dh=dh, up=up_values)
-    if up is not None and isinstance(gate, Tensor) != isinstance(up, Tensor):
-        raise ConfigError("gate and up must both be tensors or both be codes: got one of each.")
-    for name, x in (("gate", gate), ("up", up)):
-        if isinstance(x, Quantized):
-            _check_factors(f"the scale of {name}", x.scale, INPUTS.tile.scale_shape(*dh.shape))
-    _check_rounding(*targets)
-    (m, f), hidden = dh.shape, targets.hidden
-    shapes = (1, f if up is None else 2 * f), (m, 1), (m, 1)
-    for name, factor, shape in zip(Factors._fields, factors, shapes, strict=True):
-        _check_factors(f"factors.{name}", factor, shape)
-    if factors.hidden is not None and (hidden is None or hidden.granularity != "column"):
-        raise ConfigError(
-            f"factors.hidden holds one scale per token, but targets.hidden is '{hidden}': the transposed forward codes "
-            "have granularity 'column'. Pass a 'column' target, or omit factors.hidden."
-        )
-    return _activation_backward(kind, dh, gate, up, targets, factors)
-
-
-def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return d gate and d up (M, F), contiguous, in the dtype of dh, for recipes without a fused kernel.
-
-    Raises:
-        ConfigError: unknown kind, or mismatched shapes.
-    """
-    _check(kind, dh=dh, gate=gate, up=up)
-    return _activation_backward_plain(kind, dh, gate, up)
-
-
 def _check(kind: str, gate: Tensor, **others: Tensor | None) -> None:
     if kind not in KINDS:
         raise ConfigError(f"unknown activation '{kind}'.{did_you_mean(kind, KINDS)} Activations: {', '.join(KINDS)}.")
@@ -268,9 +208,43 @@ def _backward_fake(
     in_graph=lambda _kind, dh, _gate, up, targets, _factors: _is_in_graph(dh, up, **targets._asdict()),
     tags=[torch.Tag.needs_fixed_stride_order],
 )
-def _activation_backward(
-    kind: str, dh: Tensor, gate: Tensor | Quantized, up: Tensor | Quantized | None, targets: Targets, factors: Factors
+def activation_backward(
+    kind: str,
+    dh: Tensor,
+    gate: Tensor | Quantized,
+    up: Tensor | Quantized | None,
+    targets: Targets,
+    factors: Factors = Factors(),  # noqa: B008 - immutable
 ) -> ActivationGradients:
+    """Return D, D^T and h^T, quantised; a result without a target is skipped.
+
+    Args:
+        kind: one of `KINDS`.
+        dh: (M, F), gradient of h, BF16, FP16 or FP32.
+        gate: (M, F), as in forward, or its codes from `activate`.
+        up: as gate, or None.
+
+    Raises:
+        ConfigError: unknown kind, mismatched shapes, stochastic rounding, `factors.hidden` with a granularity other
+            than `column`, only one of gate and up as codes, or codes not quantised to `INPUTS`.
+    """
+    gate_values, up_values = _check_codes("gate", gate), None if up is None else _check_codes("up", up)
+    _check(kind, gate=gate_values, dh=dh, up=up_values)
+    if up is not None and isinstance(gate, Tensor) != isinstance(up, Tensor):
+        raise ConfigError("gate and up must both be tensors or both be codes: got one of each.")
+    for name, x in (("gate", gate), ("up", up)):
+        if isinstance(x, Quantized):
+            _check_factors(f"the scale of {name}", x.scale, INPUTS.tile.scale_shape(*dh.shape))
+    _check_rounding(*targets)
+    (m, f), hidden = dh.shape, targets.hidden
+    shapes = (1, f if up is None else 2 * f), (m, 1), (m, 1)
+    for name, factor, shape in zip(Factors._fields, factors, shapes, strict=True):
+        _check_factors(f"factors.{name}", factor, shape)
+    if factors.hidden is not None and (hidden is None or hidden.granularity != "column"):
+        raise ConfigError(
+            f"factors.hidden holds one scale per token, but targets.hidden is '{hidden}': the transposed forward codes "
+            "have granularity 'column'. Pass a 'column' target, or omit factors.hidden."
+        )
     if isinstance(gate, Quantized):  # saved and restored scales may have strides that kernels do not take
         gate, up = laid_out(gate), laid_out(up) if isinstance(up, Quantized) else None
     arguments, refused = (kind, dh, gate, up, targets, factors), _refused(dh, up, **targets._asdict())
@@ -278,14 +252,17 @@ def _activation_backward(
     return ActivationGradients(*run_kernel("activation.activation_backward", dh, arguments, label, refused))
 
 
-@operation(
-    reference=reference.activate_plain,
-    unsupported=lambda _kind, gate, up: _refused(gate, up),
-    ledger=lambda kind, *_: f"activation {kind}",
-    fake=lambda _kind, gate, _up: gate.new_empty(gate.shape),
-    tags=[torch.Tag.needs_fixed_stride_order],
-)
-def _activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor: ...
+@operation(fake=lambda _kind, gate, _up: gate.new_empty(gate.shape), tags=[torch.Tag.needs_fixed_stride_order])
+def activate_plain(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    """Return h (M, F), contiguous, in the dtype of gate, for a layer that reads it in that dtype.
+
+    Raises:
+        ConfigError: unknown kind, or mismatched shapes.
+    """
+    _check(kind, gate=gate, up=up)
+    arguments, label = (kind, gate, up), f"activation {kind}"
+    made: Tensor = run_kernel("activation.activate_plain", gate, arguments, label, _refused(gate, up))
+    return made
 
 
 def _plain_fake(_kind: str, dh: Tensor, _gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -297,7 +274,13 @@ def _plain_fake(_kind: str, dh: Tensor, _gate: Tensor, up: Tensor | None) -> tup
     results=lambda _kind, _dh, _gate, up: (True, up is not None),
     tags=[torch.Tag.needs_fixed_stride_order],
 )
-def _activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def activation_backward_plain(kind: str, dh: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return d gate and d up (M, F), contiguous, in the dtype of dh, for recipes without a fused kernel.
+
+    Raises:
+        ConfigError: unknown kind, or mismatched shapes.
+    """
+    _check(kind, dh=dh, gate=gate, up=up)
     label, refused = f"activation_backward_plain {kind}", _refused(gate, up)
     d_gate, d_up = run_kernel("activation.activation_backward_plain", gate, (kind, dh, gate, up), label, refused)
     return d_gate.contiguous(), None if d_up is None else d_up.contiguous()

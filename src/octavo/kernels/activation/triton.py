@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty_scale
 from octavo.kernels.quantize import triton as quantize
-from octavo.kernels.triton.cast import to_dtype
+from octavo.kernels.triton.cast import rounded_product, to_dtype
 from octavo.kernels.triton.codes import (
     INTERPRETED,
     NONE,
@@ -209,14 +209,6 @@ def _sigmoid(x):
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1.0 + _exp(-x)], dtype=tl.float32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def rounded_product(x, y):
-    """Rounded product, never contracted into an FMA: tracing compilers drop `enable_fp_fusion`."""
-    if INTERPRETED:
-        return x * y
-    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

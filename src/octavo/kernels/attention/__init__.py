@@ -33,49 +33,6 @@ _LSE_ALIGNMENT = 32
 """Row alignment of the logsumexp of memory-efficient attention."""
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return y (B, T, H, E), contiguous, in q's dtype, and the logsumexp of each row, FP32 (B, H, T).
-
-    Args:
-        q: (B, T, H, E), BF16, FP16 or FP32, last dimension contiguous.
-        k: (B, T, G, E), as q.
-        v: (B, T, G, E), as q.
-        causal: attend to the same and earlier tokens only.
-        scale: factor of the scores; default 1 / sqrt(E).
-
-    Raises:
-        ConfigError: mismatched shapes or dtypes.
-    """
-    _check(q, k, v)
-    return _attention(q, k, v, causal, scale)
-
-
-def attention_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Quantized,
-    lse: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq (B, T, H, E), dk and dv (B, T, G, E), contiguous, in q's dtype.
-
-    Args:
-        dy: (B, T, H, E), in q's dtype.
-        y: forward's output, codes (B T, H E).
-        lse: FP32 (B, H, T), from forward.
-
-    Other arguments and errors as for `attention`.
-    """
-    _check(q, k, v)
-    return _attention_backward(dy, (q, k, v), y, lse, causal, scale)
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not fits or (q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]):
@@ -104,7 +61,22 @@ def _attention_fake(q: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
 
 
 @operation(fake=_attention_fake)
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return y (B, T, H, E), contiguous, in q's dtype, and the logsumexp of each row, FP32 (B, H, T).
+
+    Args:
+        q: (B, T, H, E), BF16, FP16 or FP32, last dimension contiguous.
+        k: (B, T, G, E), as q.
+        v: (B, T, G, E), as q.
+        causal: attend to the same and earlier tokens only.
+        scale: factor of the scores; default 1 / sqrt(E).
+
+    Raises:
+        ConfigError: mismatched shapes or dtypes.
+    """
+    _check(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     backend, aten = _backend(q, k, v, causal, scale), torch.ops.aten
     if backend == SDPBackend.MATH:
@@ -121,17 +93,29 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     return y.transpose(1, 2).contiguous(), rows.contiguous()
 
 
-@operation(fake=lambda _dy, qkv, *_: [x.new_empty(x.shape) for x in qkv])
-def _attention_backward(
+@operation(fake=lambda _dy, q, k, v, *_: [x.new_empty(x.shape) for x in (q, k, v)])
+def attention_backward(
     dy: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     y: Quantized,
     lse: Tensor,
-    causal: bool,
-    scale: float | None,
+    causal: bool = True,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    decoded = decode(y, qkv[0].dtype).view(qkv[0].shape)
-    dy, decoded, q, k, v = (x.transpose(1, 2) for x in (dy, decoded, *qkv))
+    """Return dq (B, T, H, E), dk and dv (B, T, G, E), contiguous, in q's dtype.
+
+    Args:
+        dy: (B, T, H, E), in q's dtype.
+        y: forward's output, codes (B T, H E).
+        lse: FP32 (B, H, T), from forward.
+
+    Other arguments and errors as for `attention`.
+    """
+    _check(q, k, v)
+    decoded = decode(y, q.dtype).view(q.shape)
+    dy, decoded, q, k, v = (x.transpose(1, 2) for x in (dy, decoded, q, k, v))
     backend = _backend(q, k, v, causal, scale)
     if backend == SDPBackend.MATH:
         gradients: Sequence[Tensor] = reference.attention_backward(dy, q, k, v, decoded, lse, causal, scale)

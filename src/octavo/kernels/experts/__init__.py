@@ -14,7 +14,7 @@ GPU; `reference.py`, the definition, elsewhere.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,22 +81,6 @@ def _narrowest(largest: int) -> torch.dtype:
     return torch.uint8 if largest < 1 << 8 else torch.int16 if largest < 1 << 15 else torch.int32
 
 
-def quantize_tokens(
-    x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None = None
-) -> tuple[Quantized, Quantized]:
-    """Quantise x (T, D) for wgrad, and gathered into sorted rows for fprop, from one read.
-
-    Args:
-        place: `Routing.place`.
-        target: of fprop, one scale per row.
-        second: of wgrad, one scale per row, if it reads a second set of codes.
-
-    Returns:
-        The codes of the tokens (T, D), as wgrad reads them, and of the rows (R, D), as fprop does.
-    """
-    return _quantize_tokens(x, place, target, second)
-
-
 def weighted(rows: Quantized, weights: Tensor) -> Quantized:
     """Return rows (R, C) times weights, FP32 (R,), applied to the scales: codes are not requantised."""
     return Quantized(rows.codes, rows.scale * weights[:, None], rows.granularity)
@@ -131,6 +115,54 @@ class Gradients(NamedTuple):
     """FP32 (R,), gradients of the routing weights."""
 
 
+def _tokens_fake(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> tuple[Quantized, Quantized]:
+    tokens, rows = (second or target, x.shape[0]), (target, place.numel())
+    return empty(*tokens, x.shape[1], x.device), empty(*rows, x.shape[1], x.device)
+
+
+@operation(
+    fake=_tokens_fake,
+    results=lambda _x, _place, target, second: (second or target, target),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
+def quantize_tokens(
+    x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None = None
+) -> tuple[Quantized, Quantized]:
+    """Quantise x (T, D) for wgrad, and gathered into sorted rows for fprop, from one read.
+
+    Args:
+        place: `Routing.place`.
+        target: of fprop, one scale per row.
+        second: of wgrad, one scale per row, if it reads a second set of codes.
+
+    Returns:
+        The codes of the tokens (T, D), as wgrad reads them, and of the rows (R, D), as fprop does.
+    """
+    first, arguments = x if place.numel() else place, (x, place, target, second)
+    tokens, rows = run_kernel("experts.quantize_tokens", first, arguments, "quantize_tokens", _refused(x))
+    return tokens, rows
+
+
+def _backward_fake(
+    _kind: str, dh: Tensor, _gate: object, up: object, weights: Tensor, ends: Tensor, targets: Targets, _: Factors
+) -> list[Any]:
+    (rows, width), (row, column, hidden) = dh.shape, targets
+    wide, padded = width if up is None else 2 * width, padded_length(rows, len(ends))
+    codes = [
+        spec and dh.new_empty(shape, dtype=spec.fmt.dtype)
+        for spec, shape in ((row, (rows, wide)), (column, (wide, padded)), (hidden, (width, padded)))
+    ]
+    scales = [weights.new_empty(shape) for shape in ((rows, 1), (len(ends), wide))]
+    pairs = (pair for pair in zip(codes, scales, strict=False) if pair[0] is not None)
+    return [*pairs, codes[2], weights.new_empty(rows)]
+
+
+@operation(
+    name="expert_activation_backward",
+    fake=_backward_fake,
+    results=lambda *given: (given[6].rows, given[6].columns and Padded, given[6].hidden is not None, True),
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
 def activation_backward(
     kind: str,
     dh: Tensor,
@@ -155,65 +187,6 @@ def activation_backward(
         targets: for D per row, for D per column and expert, and for h, of which only the format is used.
         factors: FP32; for D per row (E, N), per column (R, 1); for h (R, 1), powers of two: the forward scales.
     """
-    row, column, hidden, made = _activation_backward(kind, dh, gate, up, weights, ends, targets, factors)
-    return Gradients(row, None if column is None else Padded(*column[:2]), hidden, made)
-
-
-def _tokens_fake(x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None) -> tuple[Quantized, Quantized]:
-    tokens, rows = (second or target, x.shape[0]), (target, place.numel())
-    return empty(*tokens, x.shape[1], x.device), empty(*rows, x.shape[1], x.device)
-
-
-@operation(
-    fake=_tokens_fake,
-    results=lambda _x, _place, target, second: (second or target, target),
-    tags=[torch.Tag.needs_fixed_stride_order],
-)
-def _quantize_tokens(
-    x: Tensor, place: Tensor, target: QuantSpec, second: QuantSpec | None
-) -> tuple[Quantized, Quantized]:
-    first, arguments = x if place.numel() else place, (x, place, target, second)
-    tokens, rows = run_kernel("experts.quantize_tokens", first, arguments, "quantize_tokens", _refused(x))
-    return tokens, rows
-
-
-Results = tuple[Quantized | None, Quantized | None, Tensor | None, Tensor]
-"""D per row, D per column, codes of h, and the gradients of the routing weights."""
-
-
-def _backward_fake(
-    _kind: str, dh: Tensor, _gate: object, up: object, weights: Tensor, ends: Tensor, targets: Targets, _: Factors
-) -> Results:
-    (rows, width), (row, column, hidden) = dh.shape, targets
-    wide, padded = width if up is None else 2 * width, padded_length(rows, len(ends))
-    codes = [
-        spec and dh.new_empty(shape, dtype=spec.fmt.dtype)
-        for spec, shape in ((row, (rows, wide)), (column, (wide, padded)), (hidden, (width, padded)))
-    ]
-    scales = [weights.new_empty(shape) for shape in ((rows, 1), (len(ends), wide))]
-    row_codes, column_codes = (
-        None if code is None else Quantized(code, scale, PER_ROW) for code, scale in zip(codes[:2], scales, strict=True)
-    )
-    return row_codes, column_codes, codes[2], weights.new_empty(rows)
-
-
-@operation(
-    name="expert_activation_backward",
-    fake=_backward_fake,
-    results=lambda *arguments: (arguments[6].rows, arguments[6].columns, arguments[6].hidden is not None, True),
-    tags=[torch.Tag.needs_fixed_stride_order],
-)
-def _activation_backward(
-    kind: str,
-    dh: Tensor,
-    gate: Tensor | Quantized,
-    up: Tensor | Quantized | None,
-    weights: Tensor,
-    ends: Tensor,
-    targets: Targets,
-    factors: Factors,
-) -> Results:
     arguments, label = (kind, dh, gate, up, weights, ends, targets, factors), f"expert_activation_backward {kind}"
-    *pairs, hidden, made = run_kernel("experts.activation_backward", dh, arguments, label, _refused(dh))
-    row, column = (None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in pairs)
-    return row, column, hidden, made
+    row, column, hidden, made = run_kernel("experts.activation_backward", dh, arguments, label, _refused(dh))
+    return Gradients(row and Quantized(row[0], row[1], PER_ROW), column and Padded(column[0], column[1]), hidden, made)

@@ -60,20 +60,6 @@ class Padded(NamedTuple):
     """FP32 (E, C), one per expert and column; None for 1, if folded into the other operand."""
 
 
-def grouped_gemm(
-    a: Quantized, b: ExpertCodes, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
-) -> Tensor:
-    """Return a[t] . b[e(t)]^T for every token, (T, R).
-
-    Args:
-        a: (T, C), one scale per row.
-        b: (E, R, C).
-        ends: int32 (E,).
-        accumulate: `slow` or `fast`.
-    """
-    return _grouped_gemm(a, b, ends, out_dtype, accumulate == "fast")
-
-
 def _wgrad_fake(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
     return ends.new_empty(ends.shape[0], a.codes.shape[0], b.codes.shape[0], dtype=out_dtype)
 
@@ -95,28 +81,6 @@ def grouped_wgrad(a: Padded, b: Padded, ends: Tensor, out_dtype: torch.dtype) ->
     if accumulator_in_use().kernel is not None:
         return by_expert.grouped_wgrad(*operands, gemm)
     return _run("grouped_gemm.grouped_wgrad", operands)
-
-
-def quantize_groups(
-    x: Tensor,
-    ends: Tensor,
-    rows: QuantSpec | None,
-    columns: QuantSpec | None,
-    row_fold: Tensor | None = None,
-    column_fold: Tensor | None = None,
-    source: Tensor | None = None,
-) -> tuple[Quantized | None, Padded | None]:
-    """Quantise a matrix (T, C) per group, as by `quantize_pair`: row-major, and transposed.
-
-    Args:
-        rows: target with one scale per row, or None.
-        columns: target with one scale per row of the transpose, or None.
-        row_fold: FP32 (E, C), factors of each expert's tokens, applied before `rows`.
-        column_fold: FP32 (T, 1), factors applied before `columns`.
-        source: int32 (T,), row of x to gather per token; None if x is (T, C) already.
-    """
-    row, column = _quantize_groups(x, ends, rows, columns, row_fold, column_fold, source)
-    return row, None if column is None else Padded(*column[:2])
 
 
 def _transpose_fake(codes: Tensor, ends: Tensor, source: Tensor | None) -> Tensor:
@@ -156,17 +120,27 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return reference.grouped_mm(a, b, ends)
 
 
-def _gemm_fake(a: Quantized, b: ExpertCodes, _ends: Tensor, out_dtype: torch.dtype, _fast: bool) -> Tensor:
+def _gemm_fake(a: Quantized, b: ExpertCodes, _ends: Tensor, out_dtype: torch.dtype, _accumulate: str) -> Tensor:
     return a.scale.new_empty(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
 
 
 @operation(fake=_gemm_fake, tags=[torch.Tag.needs_fixed_stride_order])
-def _grouped_gemm(a: Quantized, b: ExpertCodes, ends: Tensor, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def grouped_gemm(
+    a: Quantized, b: ExpertCodes, ends: Tensor, out_dtype: torch.dtype, accumulate: str = "slow"
+) -> Tensor:
+    """Return a[t] . b[e(t)]^T for every token, (T, R).
+
+    Args:
+        a: (T, C), one scale per row.
+        b: (E, R, C).
+        ends: int32 (E,).
+        accumulate: `slow` or `fast`.
+    """
     _check_ends(ends, a.codes.shape[0])
     if 0 in (*a.codes.shape, *b.codes.shape):
         return a.scale.new_zeros(a.codes.shape[0], b.codes.shape[1], dtype=out_dtype)
     override = accumulator_in_use()
-    fast = fast if override.fast is None else override.fast
+    fast = accumulate == "fast" if override.fast is None else override.fast
     operands = a.codes, a.scale, *b, ends, out_dtype, fast
     if override.kernel is not None:
         return by_expert.grouped_gemm(*operands, partial(gemm, accumulate="fast" if fast else "slow"))
@@ -211,21 +185,29 @@ def _groups_fake(
     ]
 
 
-@operation(fake=_groups_fake, results=lambda _x, _ends, rows, columns, *_: (rows, columns))
-def _quantize_groups(
+@operation(fake=_groups_fake, results=lambda _x, _ends, rows, columns, *_: (rows, columns and Padded))
+def quantize_groups(
     x: Tensor,
     ends: Tensor,
     rows: QuantSpec | None,
     columns: QuantSpec | None,
-    row_fold: Tensor | None,
-    column_fold: Tensor | None,
-    source: Tensor | None,
-) -> tuple[Quantized | None, Quantized | None]:
+    row_fold: Tensor | None = None,
+    column_fold: Tensor | None = None,
+    source: Tensor | None = None,
+) -> tuple[Quantized | None, Padded | None]:
+    """Quantise a matrix (T, C) per group, as by `quantize_pair`: row-major, and transposed.
+
+    Args:
+        rows: target with one scale per row, or None.
+        columns: target with one scale per row of the transpose, or None.
+        row_fold: FP32 (E, C), factors of each expert's tokens, applied before `rows`.
+        column_fold: FP32 (T, 1), factors applied before `columns`.
+        source: int32 (T,), row of x to gather per token; None if x is (T, C) already.
+    """
     _check_ends(ends, len(x if source is None else source))
     arguments, first = (x, ends, rows, columns, row_fold, column_fold, source), x if len(ends) else ends
-    pairs = run_kernel("grouped.quantize_groups", first, arguments, "quantize_groups")
-    row, column = (None if pair is None else Quantized(pair[0], pair[1], PER_ROW) for pair in pairs)
-    return row, column
+    row, column = run_kernel("grouped.quantize_groups", first, arguments, "quantize_groups")
+    return row and Quantized(row[0], row[1], PER_ROW), column and Padded(column[0], column[1])
 
 
 def _check_ends(ends: Tensor, tokens: int) -> None:

@@ -8,12 +8,16 @@ rounding, to save one; to two sets of codes, if fprop and backward read differen
 the reference's, a code may be off by one. Backward takes x, or its codes as described by `KEPT`, with the same result
 as for the dequantised values.
 
+In a residual stream x is a sum, and the next sum reads it too: `normalise_sum` adds what a layer has computed and
+normalises the sum in one pass, and backward adds the gradient that passes by the norm. Both round as the operations by
+themselves do.
+
 All are custom operators: Triton on a GPU; `reference.py`, the definition, elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +51,19 @@ class Normed(NamedTuple):
     """A second set of codes of y (M, D); None without a second target."""
 
 
+class NormedSum(NamedTuple):
+    """Results of one forward pass over a sum."""
+
+    sum: Tensor
+    """(M, D), rounded to the dtype that PyTorch gives the sum."""
+    y: Tensor
+    """(M, D), of the sum's dtype; like the rest as in `Normed`."""
+    quantized: Quantized | None
+    rstd: Tensor
+    mean: Tensor | None
+    second: Quantized | None
+
+
 def unsupported_reason(target: QuantSpec) -> str | None:
     """Return why a norm cannot quantise to `target` in the same pass, or None."""
     if target.rounding != "nearest":
@@ -64,62 +81,10 @@ def _second_unsupported_reason(second: QuantSpec) -> str | None:
     return unsupported_reason(second)
 
 
-def normalise(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    centred: bool = False,
-    target: QuantSpec | None = None,
-    second: QuantSpec | None = None,
-) -> Normed:
-    """Return the norm of each row of x.
-
-    Args:
-        x: (M, D), BF16, FP16 or FP32; rows need not be adjacent in memory.
-        weight: (D,), any of these dtypes, or None.
-        bias: as weight, for a layer norm.
-        centred: True for a layer norm, False for an RMS norm.
-        target: quantisation of y, or None to skip it.
-        second: another quantisation of y, by row and without a rotation, or None.
-
-    Raises:
-        ConfigError: mismatched shapes.
-        UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
-    """
-    _check(x, weight=weight, bias=bias)
+def _check_targets(target: QuantSpec | None, second: QuantSpec | None) -> None:
     for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
         if spec is not None and (reason := reason_against(spec)):
             raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
-    return _norm(x, weight, bias, eps, target, centred, second)
-
-
-def normalise_backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, weight and bias.
-
-    Args:
-        dy: (M, D), BF16, FP16 or FP32.
-        x: (M, D), or its codes as in `KEPT`.
-        weight: (D,) or None.
-        bias: as weight.
-        mean: FP32 (M,), from forward; None for an RMS norm.
-        rstd: FP32 (M,), from forward.
-
-    Returns:
-        dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
-        weight and bias.
-
-    Raises:
-        ConfigError: mismatched shapes.
-        UnsupportedError: codes with a granularity other than that of `KEPT`.
-    """
-    if isinstance(x, Quantized) and x.granularity != KEPT.tile:
-        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
-    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, weight=weight, bias=bias)
-    return _norm_backward(dy, x, weight, bias, mean, rstd)
 
 
 def _check(x: Tensor, **others: Tensor | None) -> None:
@@ -152,23 +117,81 @@ def _forward_fake(
 
 
 @operation(
+    name="norm",
     fake=_forward_fake,
     results=lambda _x, _weight, _bias, _eps, target, centred, second: (True, target, True, centred, second),
 )
-def _norm(
+def normalise(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    target: QuantSpec | None,
-    centred: bool,
-    second: QuantSpec | None,
+    target: QuantSpec | None = None,
+    centred: bool = False,
+    second: QuantSpec | None = None,
 ) -> Normed:
+    """Return the norm of each row of x.
+
+    Args:
+        x: (M, D), BF16, FP16 or FP32; rows need not be adjacent in memory.
+        weight: (D,), any of these dtypes, or None.
+        bias: as weight, for a layer norm.
+        target: quantisation of y, or None to skip it.
+        centred: True for a layer norm, False for an RMS norm.
+        second: another quantisation of y, by row and without a rotation, or None.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
+    """
+    _check(x, weight=weight, bias=bias)
+    _check_targets(target, second)
     label = "layer_norm" if centred else "rms_norm"
     arguments = x, weight, bias, eps, target, centred, second
     y, quantized, rstd, mean, others = run_kernel("norm.forward", x, arguments, label, _refused(x))
     quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
     return Normed(y.contiguous(), quantized, rstd, mean, others)
+
+
+def _of_sum_fake(x: Tensor, addend: Tensor, *arguments: Any) -> NormedSum:
+    total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, addend.dtype))
+    return NormedSum(total, *_forward_fake(total, *arguments))
+
+
+@operation(
+    name="norm_of_sum",
+    fake=_of_sum_fake,
+    results=lambda _x, _addend, _weight, _bias, _eps, target, centred, second: (
+        True, True, target, True, centred, second,
+    ),
+)  # fmt: skip
+def normalise_sum(
+    x: Tensor,
+    addend: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None = None,
+    centred: bool = False,
+    second: QuantSpec | None = None,
+) -> NormedSum:
+    """Return x + addend, and the norm of each row of it: the results of `normalise(x + addend, ...)`.
+
+    Args:
+        x: as for `normalise`, like the rest.
+        addend: (M, D), any of these dtypes.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: as for `normalise`.
+    """
+    _check(x, addend=addend, weight=weight, bias=bias)
+    _check_targets(target, second)
+    label = "layer_norm" if centred else "rms_norm"
+    arguments = x, addend, weight, bias, eps, target, centred, second
+    total, y, quantized, rstd, mean, others = run_kernel("norm.forward_of_sum", x, arguments, label, _refused(x))
+    quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
+    return NormedSum(total.contiguous(), y.contiguous(), quantized, rstd, mean, others)
 
 
 def _backward_fake(
@@ -179,13 +202,42 @@ def _backward_fake(
 
 
 @operation(
+    name="norm_backward",
     fake=_backward_fake,
     results=lambda _dy, _x, weight, bias, *_: (True, weight is not None, bias is not None),
 )
-def _norm_backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+def normalise_backward(
+    dy: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    passing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd
+    """Return the gradients of x, weight and bias.
+
+    Args:
+        dy: (M, D), BF16, FP16 or FP32.
+        x: (M, D), or its codes as in `KEPT`.
+        weight: (D,) or None.
+        bias: as weight.
+        mean: FP32 (M,), from forward; None for an RMS norm.
+        rstd: FP32 (M,), from forward.
+        passing: (M, D), the gradient of x from what else reads it, added to that by the norm after its rounding.
+
+    Returns:
+        dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of
+        weight and bias.
+
+    Raises:
+        ConfigError: mismatched shapes.
+        UnsupportedError: codes with a granularity other than that of `KEPT`.
+    """
+    if isinstance(x, Quantized) and x.granularity != KEPT.tile:
+        raise UnsupportedError(f"a norm's input is kept as '{KEPT}', got codes with '{x.granularity.name}' scales.")
+    _check(x if isinstance(x, Tensor) else x.codes, dy=dy, passing=passing, weight=weight, bias=bias)
+    arguments = dy, x if isinstance(x, Tensor) else laid_out(x), weight, bias, mean, rstd, passing
     label = "rms_norm_backward" if mean is None else "layer_norm_backward"
     dx, dweight, dbias = run_kernel("norm.backward", dy, arguments, label, _refused(dy))
     return dx.contiguous(), dweight, dbias

@@ -4,6 +4,9 @@ Backward, with the normalised row n = (x - mean) * rstd, mean = 0 for an RMS nor
 
     dx = rstd * (g - n * mean(g n) - mean(g))      the last term for a layer norm only
     dweight = sum over rows of dy * n              dbias = sum over rows of dy
+
+Where x is read by others too, such as the next sum of a residual stream, their gradient is added to dx after that is
+rounded, as autograd adds it.
 """
 
 from __future__ import annotations
@@ -42,8 +45,29 @@ def forward(
     return y.to(x.dtype), quantized, rstd, mean, others
 
 
+def forward_of_sum(
+    x: Tensor,
+    addend: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None = None,
+) -> tuple[Tensor, Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
+    """Return x + addend, rounded, and the results of `forward` for it. See `octavo.kernels.norm`."""
+    total = x + addend
+    return total, *forward(total, weight, bias, eps, target, centred, second)
+
+
 def backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+    dy: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    passing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx, dweight and dbias in the dtypes of x, weight and bias. See `octavo.kernels.norm`."""
     dtype, s = (x.dtype, x.float()) if isinstance(x, Tensor) else (dy.dtype, dequantize(x))
@@ -56,4 +80,5 @@ def backward(
     dx = dx * rstd[:, None]
     dweight = None if weight is None else (dy * normed).sum(dim=0).to(weight.dtype)
     dbias = None if bias is None else dy.sum(dim=0).to(bias.dtype)
-    return dx.to(dtype), dweight, dbias
+    dx = dx.to(dtype)
+    return dx if passing is None else (dx + passing).to(dtype), dweight, dbias

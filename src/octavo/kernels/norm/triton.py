@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.quant_spec import QuantSpec, contiguous_rows, empty
-from octavo.kernels.triton.cast import to_dtype
+from octavo.kernels.triton.cast import rounded_product, to_dtype
 from octavo.kernels.triton.codes import (
     INTERPRETED,
     inside,
@@ -50,9 +50,39 @@ def forward(
     second: QuantSpec | None = None,
 ) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
     """Return y, its codes, rstd, mean and the second codes: see `octavo.kernels.norm`. centred: layer norm."""
+    return _forward((x, None, None), weight, bias, eps, target, centred, second)
+
+
+def forward_of_sum(
+    x: Tensor,
+    addend: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None = None,
+) -> tuple[Tensor, Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
+    """Return x + addend, rounded, and the results of `forward` for it, from one read of each."""
+    total = x.new_empty(*x.shape, dtype=torch.promote_types(x.dtype, addend.dtype))
+    return total, *_forward((x, addend, total), weight, bias, eps, target, centred, second)
+
+
+def _forward(
+    stream: tuple[Tensor, Tensor | None, Tensor | None],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None,
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
+    """Return the results of `forward`. stream: x, what is added to it, and where the sum is written; or x alone."""
+    x, addend, total = stream
     x, (rows, cols) = contiguous_rows(x), x.shape
+    addend = None if addend is None else contiguous_rows(addend)
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
-    y = x.new_empty(rows, cols)
+    y = x.new_empty(rows, cols, dtype=x.dtype if total is None else total.dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
     quantized, others = (None if spec is None else empty(spec, rows, cols, x.device) for spec in (target, second))
@@ -63,7 +93,8 @@ def forward(
     _forward_kernel[(cdiv(rows, height),)](
         # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions. The
         # specification rounds y before the additions of a rotation.
-        x, x.stride(0), weight, bias, eps, y, *memory, mean, rstd, rows, cols,
+        x, x.stride(0), addend, 0 if addend is None else addend.stride(0), total, weight, bias, eps, y, *memory,
+        mean, rstd, rows, cols,
         SCALING=1 if target is None else target.rule, SECOND=1 if second is None else second.rule, GROUP=group,
         ROTATION=block, **FORWARD.meta(rows, cols), enable_fp_fusion=centred and block == 1,
     )  # fmt: skip
@@ -71,9 +102,16 @@ def forward(
 
 
 def backward(
-    dy: Tensor, x: Tensor | Quantized, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+    dy: Tensor,
+    x: Tensor | Quantized,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    passing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dx in x's dtype, dweight and dbias in those of weight and bias: see `octavo.kernels.norm`."""
+    passing = None if passing is None else contiguous_rows(passing)
     dtype, scale = (x.dtype, None) if isinstance(x, Tensor) else (dy.dtype, x.scale)
     x = x if isinstance(x, Tensor) else x.codes
     dy, x, (rows, cols) = contiguous_rows(dy), contiguous_rows(x), x.shape
@@ -85,7 +123,8 @@ def backward(
     )
     _backward_kernel[(programs,)](
         dy, dy.stride(0), x, x.stride(0), scale,
-        None if weight is None else weight.contiguous(), mean, rstd, dx, dweight, dbias, rows, cols,
+        None if weight is None else weight.contiguous(), mean, rstd,
+        passing, 0 if passing is None else passing.stride(0), dx, dweight, dbias, rows, cols,
         STAGES=STAGES, **BACKWARD.meta(rows, cols),
     )  # fmt: skip
     return dx, _summed(dweight, weight), _summed(dbias, bias)
@@ -184,8 +223,8 @@ def _emit(
 @Kernel
 @triton.jit
 def _forward_kernel(
-    x_ptr, x_stride, weight_ptr, bias_ptr, eps, y_ptr, codes_ptr, scale_ptr, second_codes, second_scale, mean_ptr,
-    rstd_ptr, total_r, total_c,
+    x_ptr, x_stride, addend_ptr, addend_stride, sum_ptr, weight_ptr, bias_ptr, eps, y_ptr, codes_ptr, scale_ptr,
+    second_codes, second_scale, mean_ptr, rstd_ptr, total_r, total_c,
     SCALING: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, ROTATION: tl.constexpr,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -194,6 +233,9 @@ def _forward_kernel(
     in_rows, in_cols = inside(rows, total_r, EVEN), inside(cols, total_c, EVEN)
     mask = in_rows[:, None] & in_cols[None, :]
     x = _load(x_ptr, x_stride, rows, cols, mask)
+    if addend_ptr is not None:  # the norm is that of the sum as others read it
+        x = to_dtype(x + _load(addend_ptr, addend_stride, rows, cols, mask), sum_ptr.dtype.element_ty).to(tl.float32)
+        _store(x, sum_ptr, total_c, rows, cols, mask)
     if mean_ptr is not None:
         mean = tl.sum(x, axis=1) / total_c
         tl.store(mean_ptr + rows, mean, mask=in_rows)
@@ -215,8 +257,8 @@ def _forward_kernel(
 @Kernel
 @triton.jit
 def _backward_kernel(
-    dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
-    total_r, total_c,
+    dy_ptr, dy_stride, x_ptr, x_stride, scale_ptr, weight_ptr, mean_ptr, rstd_ptr, passing_ptr, passing_stride,
+    dx_ptr, dweight_ptr, dbias_ptr, total_r, total_c,
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every n-th block of ROWS rows; dweight_ptr and dbias_ptr take one row of partial sums per program."""
@@ -244,7 +286,11 @@ def _backward_kernel(
             dx -= (tl.sum(g, axis=1) / total_c)[:, None]
         if dbias_ptr is not None:
             dbias += dy
-        _store(dx * rstd, dx_ptr, total_c, rows, cols, mask)
+        dx = rounded_product(dx, rstd)
+        if passing_ptr is not None:
+            dx = to_dtype(dx, dx_ptr.dtype.element_ty).to(tl.float32)
+            dx += _load(passing_ptr, passing_stride, rows, cols, mask)
+        _store(dx, dx_ptr, total_c, rows, cols, mask)
     offsets = program.to(tl.int64) * total_c + cols
     if dweight_ptr is not None:
         tl.store(dweight_ptr + offsets, tl.sum(dweight, axis=0), mask=in_cols)

@@ -73,7 +73,8 @@ def plan(
             raise ConfigError(f"{file}: --memory and --preset are for run files, and this is none.")
         _show(_plan_own_model(file, gpu, settings), json_output)
         return 0
-    config = _with_files(file, configure(file, preset, settings))
+    on_gpu = preset == "demo" and (gpu is not None or memory)  # its own shape for a GPU, also where there is none
+    config = _with_files(file, configure(file, "demo-cuda" if on_gpu else preset, settings))
     if memory:
         return _memory(config, gpu, gpus, fits, json_output)
     _show(_plan(config, gpu), json_output)
@@ -248,8 +249,10 @@ def recipes(name: str | None = None, /, *, json_output: JsonOutput = False) -> i
     elif json_output:
         say(json.dumps(known.names()))
     else:
-        say(*hanging(columns([(each, known.about(each)) for each in known.names()])))
+        listed = sorted(known.names(), key=lambda each: each != known.DEFAULT)
+        say(*hanging(columns([(each, known.about(each)) for each in listed])))
+        say("", f"Default: {known.DEFAULT}; {known.FALLBACK} where it does not run, and the plan says why.")
         aliases = ", ".join(f"{alias} = {name}" for alias, name in known.ALIASES.items())
-        say("", *hanging([f"Aliases: {aliases}."]))
+        say(*hanging([f"Aliases: {aliases}."]))
         say("`octavo recipes NAME` explains one: formats, scales and rounding of each operand.")
     return 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from octavo._util.terminal import quantity
 from octavo.nn.conv import AnyConvolution
 from octavo.nn.fp8_weights import values
-from octavo.nn.modules import hooked
+from octavo.nn.modules import hooked, input_of
 
 _INSPECTED = (nn.Linear, nn.Embedding, AnyConvolution)
 """Modules with a weight matrix, in FP8 or not."""
@@ -65,7 +65,7 @@ def locate_nonfinite(model: nn.Module, run: Callable[[], Any]) -> NonFinite | No
     """
     found: list[NonFinite] = []
     hooks = (
-        module.register_forward_hook(partial(_inspect, name, found), prepend=True)
+        module.register_forward_hook(partial(_inspect, name, found), prepend=True, with_kwargs=True)
         for name, module in model.named_modules()
         if isinstance(module, _INSPECTED)
     )
@@ -79,10 +79,12 @@ def clip(parameters: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
 
 
-def _inspect(name: str, found: list[NonFinite], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _inspect(
+    name: str, found: list[NonFinite], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     if found:
         return
-    for role, tensor in (("input", args[0] if args else None), ("weight", module.weight), ("output", output)):
+    for role, tensor in (("input", input_of(args, kwargs)), ("weight", module.weight), ("output", output)):
         _check(name, role, tensor, found)
     if isinstance(output, Tensor) and output.requires_grad:
         output.register_hook(lambda grad: _check(name, "grad_output", grad, found))

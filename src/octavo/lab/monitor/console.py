@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,43 +32,50 @@ class ConsoleFile:
         self._limit, self._head = limit, head
         self._path = Path()
         self._held: list[str] | None = []
-        """None once the file is given up."""
-        self._size: int | None = None
-        """None before `open`."""
+        """None once the file is open or given up."""
+        self._file: BinaryIO | None = None
+        """Open for reading too: its content outlives its name."""
 
     def open(self, path: Path) -> None:
         """Append to the file at `path`."""
-        if self._held is None or self._size is not None:
+        if self._held is None:
             return
-        self._path, self._size = path, path.stat().st_size if path.is_file() else 0
-        held, self._held = self._held, []
+        self._path, held, self._held = path, self._held, None
+        with self._giving_up():
+            self._file = path.open("a+b")
         self.write("".join(held))
 
     def write(self, text: str) -> None:
         """Write text."""
-        if self._held is None or self._size is None:
-            if self._held is not None:
-                self._held.append(text)
+        if self._held is not None:
+            self._held.append(text)
+        if self._file is None:
             return
-        try:
-            data = text.encode(errors="backslashreplace")
-            with self._path.open("ab") as file:  # the directory of a run may be renamed while it trains
-                file.write(data)
-            self._size += len(data)
-            if self._size > self._limit:
+        if self._path.parent.exists() and not self._path.exists():  # removed alone
+            self.move(self._path)
+        with self._giving_up():
+            self._file.write(text.encode(errors="backslashreplace"))
+            self._file.flush()
+            if self._file.tell() > self._limit:
                 self._shorten()
-        except OSError as error:
-            self._held = None
-            warnings.warn(
-                f"{self._path}: cannot be written ({error.strerror}); the run goes on without it.", stacklevel=2
-            )
+
+    def move(self, path: Path) -> None:
+        """Go on in a new file at `path`, with all that is in this one, even if that was removed."""
+        if self._file is not None:
+            with self._giving_up():
+                self._replace(path, self._content())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
 
     def flush(self) -> None:
         """Do nothing: every write is in the file."""
 
     def _shorten(self) -> None:
         """Take out lines behind the head, and the beginning of one that is longer than what stays."""
-        content = self._path.read_bytes()
+        content = self._content()
         first = content.rfind(b"\n", 0, self._head) + 1
         shortest = max(len(content) - self._limit // 2, first)
         last = content.find(b"\n", shortest) + 1
@@ -76,10 +85,30 @@ class ConsoleFile:
         if earlier := _NOTE.match(content, first):
             gone += int(earlier[1].replace(b",", b"")) - 1
         note = f"[{quantity(gone, 'line')} left out here: {self._path.name} is full]\n"
-        unfinished = self._path.with_name(f".writing-{self._path.name}")
-        unfinished.write_bytes(content[:first] + note.encode() + content[last:])
-        unfinished.replace(self._path)
-        self._size = self._path.stat().st_size
+        self._replace(self._path, content[:first] + note.encode() + content[last:])
+
+    def _content(self) -> bytes:
+        assert self._file is not None
+        self._file.seek(0)
+        return self._file.read()
+
+    def _replace(self, path: Path, content: bytes) -> None:
+        """Write the file at `path` anew, and go on there."""
+        unfinished = path.with_name(f".writing-{path.name}")
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+        self.close()
+        self._path, self._file = path, path.open("a+b")
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._file = None
+            warnings.warn(
+                f"{self._path}: cannot be written ({error.strerror}); the run goes on without it.", stacklevel=4
+            )
 
 
 def newest(file: BinaryIO, limit: int) -> tuple[str, int]:

@@ -50,54 +50,78 @@ class GapVerdict(NamedTuple):
     noise: float | None
     """Half width of the noise in percent; None if the run is too short for an estimate."""
     text: str
-    """One or two sentences; empty without a BF16 baseline."""
+    """Two or three sentences; empty without a BF16 baseline."""
 
 
 def judge_gap(summary: Mapping[str, Any]) -> GapVerdict:
     """Return the verdict on the held-out gap of a finished run. Terminal, dashboard, eval and doctor all print it.
 
+    It has the gap, what one run can tell (the noise of the gap), the limit, and what many pairs of longer runs found.
     The noise is the larger of two. From run to run: the interval of BF16 runs of the same preset that differ by
     rounding alone, or, where no such pairs were measured, the fluctuation during the run. Over the text: the interval
     over held-out sequences.
 
     Args:
         summary: as `summary.json`: `gap_percent`, `gap_95_percent`, `gap_fluctuation_percent`, and of a preset with
-            pairs `gap_control_percent` and `gap_control_pairs`; `fp8_gemms_total`. All may be missing or None.
+            pairs `gap_control_percent` and `gap_control_pairs`; of a recipe with a study `gap_study`, its line of
+            `presets/studies.json`; `fp8_gemms_total`. All may be missing or None.
     """
     gap = summary.get("gap_percent")
     if gap is None:
         return GapVerdict(False, None, "")
     if summary.get("fp8_gemms_total") == 0:
         return GapVerdict(False, None, "No GEMM ran in eight bits: there is nothing to compare.")
-    loss = f"held-out loss is {_digits(abs(gap))} % {'higher' if gap > 0 else 'lower'} in FP8"
+    found, study = f"held-out loss {_signed(gap)} % relative to BF16", _study(summary.get("gap_study"))
     noises = dict(_noises(summary))
     if not noises:
-        return GapVerdict(False, None, f"One run cannot tell: {loss}, and the run is too short to know its noise.")
+        text = f"One run cannot tell: {found}, and the run is too short to know by how much chance moves it.{study}"
+        return GapVerdict(False, None, text)
     noise = max(noises)
-    if abs(gap) <= noise:
-        return GapVerdict(False, noise, f"One run cannot tell: {loss}, and {noises[noise]}.")
-    better = "better" if gap < 0 else "worse"
-    text = f"In this run FP8 is {better}: {loss}, and {noises[noise]}. Other seeds may differ."
-    return GapVerdict(True, noise, text)
+    is_beyond = abs(gap) > noise
+    return GapVerdict(is_beyond, noise, f"{_opening(gap, is_beyond)}: {found}. {noises[noise]}.{study}")
+
+
+def _opening(gap: float, is_beyond: bool) -> str:
+    if not is_beyond:
+        return "No difference that one run can show"
+    if gap < 0:
+        return "Below BF16 in this run"
+    is_within = gap <= GAP_LIMIT
+    return f"Above BF16 in this run, {'within' if is_within else 'beyond'} the limit of {GAP_LIMIT:g} %"
 
 
 def _noises(summary: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
-    """Yield the noises of a gap in percent, each with a clause that says what it is.
+    """Yield the noises of a gap in percent, each with a sentence that says what it is.
 
     That of sequences alone is none of a run: another run on the same text has another gap.
     """
     control, fluctuated = summary.get("gap_control_percent"), summary.get("gap_fluctuation_percent")
     if control:
         pairs = f"95 %, {summary['gap_control_pairs']} pairs"
-        yield control, f"two BF16 runs of this preset differ by up to {_digits(control)} % ({pairs})"
+        yield control, f"By chance alone two BF16 runs of this preset differ by up to {_digits(control)} % ({pairs})"
     elif fluctuated:
-        yield fluctuated, f"the gap fluctuated by ± {_digits(fluctuated)} % during the run"
+        yield fluctuated, f"During the run the gap fluctuated by ± {_digits(fluctuated)} %"
     else:
         return
     if between := summary.get("gap_95_percent"):
-        yield between, f"the gap varies by ± {_digits(between)} % between held-out sequences"
+        yield between, f"Between held-out sequences the gap varies by ± {_digits(between)} % (95 %)"
+
+
+def _study(found: Mapping[str, Any] | None) -> str:
+    """Return what many pairs of runs found for the recipe, as a sentence after a space; empty without a study."""
+    if not found:
+        return ""
+    mean = f"{found['percent']:+.2f} % ± {found['half_width']:.2f} %"
+    trained = f"{found['pairs']} pairs, {found['parameters']}, {found['tokens'] / 1e6:.0f} M tokens"
+    return f" Many longer runs found {mean} ({found['arm']}: {trained})."
+
+
+def _signed(percent: float) -> str:
+    return f"{'-' if percent < 0 else '+'}{_digits(abs(percent))}"
 
 
 def _digits(percent: float) -> str:
     """Format with two decimal places, or more of a small one."""
-    return f"{percent:.2f}" if percent >= 0.1 or not percent else f"{percent:.4f}"
+    if percent >= 0.1 or not percent:
+        return f"{percent:.2f}"
+    return f"{percent:.3f}" if percent >= 0.01 else f"{percent:.2g}"

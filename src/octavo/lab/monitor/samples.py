@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
-
-from octavo._util import config_reader
-from octavo.errors import StoreError
 
 FILE = "samples.jsonl"
 """File name in a run's directory."""
 
 
-def parse(line: str, where: str) -> Mapping[str, Any]:
-    """Return a line as `step`, `prompt`, and `text` by name of the model.
+def parse(text: str) -> tuple[list[Mapping[str, Any]], int]:
+    """Return the samples in text, and the number of lines that are none, as a crash or a full disk leaves them.
 
-    Raises:
-        StoreError: the line is no sample.
+    A sample has `step`, `prompt`, and `text` by name of the model. The last line is not read unless it is complete.
     """
-    record: Mapping[str, Any] = config_reader.parse(line, where, StoreError)
+    lines = text.split("\n")[:-1]
+    found = [record for line in lines if (record := _sample(line)) is not None]
+    return found, len(lines) - len(found)
+
+
+def _sample(line: str) -> Mapping[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
     kinds = {"step": int, "prompt": str, "text": dict}
     is_sample = isinstance(record, dict) and all(type(record.get(key)) is kind for key, kind in kinds.items())
-    if not is_sample or not all(isinstance(text, str) for text in record["text"].values()):
-        raise StoreError(f"{where}: a line of samples has 'step', 'prompt', and 'text' by model. Move the file away.")
-    return record
+    return record if is_sample and all(isinstance(text, str) for text in record["text"].values()) else None

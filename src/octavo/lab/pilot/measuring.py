@@ -30,7 +30,7 @@ from octavo.lab.train.timing import Stopwatch, milliseconds, synchronize, warm_u
 from octavo.nn import reuse_weight_codes
 from octavo.nn.fp8_weights import values
 from octavo.nn.linear import LinearLayer, is_transposed
-from octavo.nn.modules import hooked
+from octavo.nn.modules import hooked, input_of
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 """Autocast dtype of the precisions that are no recipe; a recipe computes the rest in BF16."""
@@ -251,8 +251,8 @@ def _errors(model: nn.Module, subject: Subject, found: Measurement) -> None:
     rows = run_check(drift, trial).finding.rows
     found.gradient_cosines = {str(row["layer"]): float(row["cosine"]) for row in rows}
 
-    def compare(name: str, layer: nn.Module, inputs: tuple[Tensor], named: Mapping[str, Tensor], y: Tensor) -> None:
-        x = inputs[0] if inputs else next(iter(named.values()))
+    def compare(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+        x = input_of(args, kwargs)
         weight, bias = values(cast(LinearLayer, layer).matrix, torch.float32), cast(Tensor | None, layer.bias)
         exact = nn.functional.linear(x.float(), weight, None if bias is None else bias.float())
         found.layer_errors[name] = float((y.float() - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -25,7 +25,7 @@ from octavo.lab.sensitivity.precision_switch import Choice, PrecisionSwitch
 from octavo.lab.train.evaluate import standard_error
 from octavo.nn.conv import Convolution
 from octavo.nn.linear import LinearLayer
-from octavo.nn.modules import hooked
+from octavo.nn.modules import hooked, input_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> loss in nats per token, of the batch or per sequence (B,)."""
@@ -122,7 +122,7 @@ def _products(switch: PrecisionSwitch) -> Iterator[dict[str, list[Tensor]]]:
     """Collect g * d per call of each layer during forward and backward, summed over features, float32."""
     products: dict[str, list[Tensor]] = {name: [] for name in switch.layers}
     hooks = (
-        switch.layers[name].register_forward_hook(_hook(switch, {name: choice}, products[name]))
+        switch.layers[name].register_forward_hook(_hook(switch, {name: choice}, products[name]), with_kwargs=True)
         for name, choice in switch.only("fprop").items()
     )
     with hooked(hooks):
@@ -132,11 +132,11 @@ def _products(switch: PrecisionSwitch) -> Iterator[dict[str, list[Tensor]]]:
 def _hook(switch: PrecisionSwitch, fprop: Mapping[str, Choice], products: list[Tensor]) -> Callable[..., None]:
     """Return a forward hook that appends g * d of each call; d is the change of the output by `fprop` in FP8."""
 
-    def hook(layer: LinearLayer | Convolution, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+    def hook(layer: LinearLayer | Convolution, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
         if not y.requires_grad:
             return
         with switch.using(fprop), torch.no_grad():
-            change = layer.forward(inputs[0].detach()) - y
+            change = layer.forward(input_of(args, kwargs).detach()) - y
         y.register_hook(lambda gradient: products.append((gradient.float() * change.float()).flatten(1).sum(1)))
 
     return hook

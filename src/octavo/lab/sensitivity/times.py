@@ -19,7 +19,7 @@ from octavo.lab.train.timing import milliseconds, warm_up
 from octavo.nn.conv import Convolution
 from octavo.nn.experts import ExpertLinear
 from octavo.nn.linear import LinearLayer
-from octavo.nn.modules import hooked
+from octavo.nn.modules import hooked, input_of
 
 REPEATS = 20
 """Calls over which the median is taken."""
@@ -72,15 +72,16 @@ def _noted(name: str, layer: Layer, found: dict[str, Call]) -> Iterator[None]:
     def note(x: Tensor, rows: int) -> None:
         found.setdefault(name, Call(tuple(x.shape), x.dtype, x.requires_grad, rows))
 
-    def hook(_: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        note(inputs[0], y.numel() // (layer.weight.shape[0] if isinstance(layer, Convolution) else y.shape[-1]))
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+        features = layer.weight.shape[0] if isinstance(layer, Convolution) else y.shape[-1]
+        note(input_of(args, kwargs), y.numel() // features)
 
     def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         note(x, len(x))
         return ExpertLinear.multiply(cast(ExpertLinear, layer), x, weight, ends)
 
     if not isinstance(layer, ExpertLinear):
-        with hooked([layer.register_forward_hook(hook)]):
+        with hooked([layer.register_forward_hook(hook, with_kwargs=True)]):
             yield
         return
     vars(layer)["multiply"] = multiply  # experts are not called: their module multiplies

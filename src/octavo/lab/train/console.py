@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import warnings
 from collections import deque
@@ -105,17 +104,19 @@ class ConsoleReporter:
                 self._say(f"step {event.step}: {f'[{event.cause}] ' if event.cause else ''}{event.text}{action}")
             case events.Saved():
                 self._say(f"step {event.step}: checkpoint {event.path}")
+            case events.Moved() if self._kept is not None:
+                self._kept.move(event.directory)
             case events.Finished():
                 self._close_live()
                 commands = self._next(event)
                 for console in self._consoles():
                     final_report(console, event, commands, self._program)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Leave the table on the screen and restore the cursor."""
         self._close_live()
         if self._kept is not None:
-            self._kept.close()
+            self._kept.close(error)
 
     def _close_live(self) -> None:
         if self._live is not None:
@@ -252,11 +253,16 @@ class KeptConsole:
         self._undo.callback(setattr, warnings, "showwarning", shown)
         warnings.showwarning = cast(Any, show)
 
-    def close(self) -> None:
-        """Take no more warnings, and write the error that is being raised, if one is."""
+    def move(self, directory: Path) -> None:
+        """Go on in the file of this directory, with all that was written."""
+        self._file.move(directory / FILE)
+
+    def close(self, error: BaseException | None) -> None:
+        """Take no more warnings, and write the error that ended the run, if one did."""
         self._undo.close()
-        if (error := sys.exc_info()[1]) is not None:
+        if error is not None:
             self._print(f"octavo: error: {error}" if str(error) else f"octavo: {type(error).__name__}")
+        self._file.close()
 
     def _print(self, text: str) -> None:
         self.console.print(text.rstrip(), markup=False, soft_wrap=True)

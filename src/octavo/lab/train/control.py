@@ -1,8 +1,11 @@
-"""The control of a preset: by how much two BF16 runs of it differ, which is what its gap is compared with.
+"""What a run's gap is compared with: a control, and the study of its recipe.
+
+A control is by how much two BF16 runs of a preset differ, a study the gap that many pairs of longer runs found.
 
 `presets/control.json` has, per preset, the held-out gaps of such pairs in percent, one per seed. Both runs of a pair
 take the same batches and are equal up to the step from which the FP8 model of the preset computes in FP8; there the
-weights of one are changed by rounding. `octavo bench control` measures them.
+weights of one are changed by rounding. `octavo bench control` measures them. `presets/studies.json` has, per recipe,
+the study that README quotes, which `octavo bench tables` writes.
 """
 
 from __future__ import annotations
@@ -34,11 +37,30 @@ def control_of(config: RunConfig) -> Mapping[str, Any]:
     return {}
 
 
+def study_of(config: RunConfig) -> Mapping[str, Any]:
+    """Return what many pairs found for a run's recipe, as `gap_study`; empty without a study of it."""
+    run = config.run
+    recipe = f"{run.recipe}+run.last_share={run.last_share:g}" if run.last_share else run.recipe
+    is_studied = run.last_recipe == type(run)().last_recipe or not run.last_share
+    study = studies().get(recipe) if is_studied else None
+    return {"gap_study": study} if study else {}
+
+
+def studies() -> Mapping[str, Mapping[str, Any]]:
+    """Return by recipe: mean gap and half width of its 95 % interval in percent, pairs, parameters, tokens."""
+    found: dict[str, Mapping[str, Any]] = _read("studies.json")
+    return found
+
+
 def controls() -> Mapping[str, Sequence[float]]:
     """Return the gaps of the pairs of each preset that has a control, percent."""
-    path = resources.files("octavo.lab.train") / "presets" / "control.json"
-    found: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, list[float]] = _read("control.json")
     return found
+
+
+def _read(name: str) -> Any:
+    path = resources.files("octavo.lab.train") / "presets" / name
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def interval(gaps: Sequence[float]) -> float:

@@ -203,6 +203,14 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """The directory of the run was removed or renamed; the run is saved in another one, and ends."""
+
+    directory: Path
+    """The other one, which reporters write their files to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
     """A run has finished."""
 
@@ -227,6 +235,7 @@ Event = (
     | Evaluated
     | Sampled
     | Saved
+    | Moved
     | Finished
 )
 
@@ -238,8 +247,8 @@ class Reporter(Protocol):
         """Handle one event; called in the order in which they happen."""
         ...
 
-    def close(self) -> None:
-        """Release terminals and files; called once, also after a failure."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Release terminals and files; called once, with the error that ended the run, if one did."""
         ...
 
 

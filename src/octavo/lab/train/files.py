@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from octavo._util import config_reader
 from octavo._util.files import os_errors, write_text
+from octavo._util.terminal import quantity
 from octavo.errors import RunError
 from octavo.lab.guard.alarms import GuardEvent
 from octavo.lab.monitor import samples
-from octavo.lab.train.events import Evaluated, Event, Logged, Sampled, Switched
+from octavo.lab.train.events import Evaluated, Event, Logged, Moved, Sampled, Switched
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -56,6 +57,8 @@ class EventFile:
         elif isinstance(event, GuardEvent) and event.back_to is not None:
             self._file.close()
             self._truncate(event.back_to)
+        elif isinstance(event, Moved):
+            self.copy_to(event.directory / self._path.name)
 
     def _truncate(self, keep_until: int, keep_lines: int | None = None) -> None:
         """Keep some lines, or if this process is killed, all of them, and open the file."""
@@ -79,7 +82,7 @@ class EventFile:
         with os_errors(path, RunError):
             path.write_text(self._file.read(), encoding="utf-8")
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
         with os_errors(self._path, RunError):
             self._file.close()
@@ -103,13 +106,16 @@ class SamplesFile(EventFile):
 
     @staticmethod
     def read(path: Path) -> list[Mapping[str, Any]]:
-        """Return the samples of a file, none if there is no file. An incomplete last line is left out.
+        """Return the samples of a file, none if there is no file. Lines that are none are left out with a warning.
 
         Raises:
             RunError: the file cannot be read.
-            StoreError: a line is no sample.
         """
-        return [samples.parse(line, where) for line, where in _lines(path)]
+        with os_errors(path, RunError, "cannot be read"):
+            found, damaged = samples.parse(path.read_text("utf-8", "replace") if path.exists() else "")
+        if damaged:
+            warnings.warn(f"{path}: {quantity(damaged, 'line')} without a sample, left out.", stacklevel=2)
+        return found
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -118,14 +124,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: the file cannot be read, or a line is not one of metrics; the message names it.
     """
-    return [_parsed(line, where) for line, where in _lines(path)]
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each whole line of a file, none if there is no file, and where it is."""
-    if path.exists():
-        for number, line in enumerate(config_reader.read_text(path, RunError).split("\n")[:-1], 1):
-            yield line, f"{path}:{number}"
+    if not path.exists():
+        return []
+    lines = config_reader.read_text(path, RunError).split("\n")[:-1]
+    return [_parsed(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:

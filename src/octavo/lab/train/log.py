@@ -75,11 +75,11 @@ class RunLog(Part[RunStep]):
         """Emit a warning."""
         self.emit(GuardEvent(step, "warning", rule, text, value=value, limit=limit))
 
-    def close(self) -> None:
-        """Close all reporters, also if one of them fails."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all reporters, also if one of them fails. error: the one that ended the run."""
         with ExitStack() as stack:
             for reporter in reversed(self._reporters):
-                stack.callback(reporter.close)
+                stack.callback(reporter.close, error)
 
     def open(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Open the files of the run, cut to the checkpoint that it resumes from; on the first rank."""
@@ -137,10 +137,9 @@ class RunLog(Part[RunStep]):
         write_json(directory / "config.json", config_reader.to_dict(self.config.with_run(out=directory)))
 
     def rescue(self, directory: Path) -> None:
-        """Write configuration and log of the run into another directory."""
+        """Write configuration and logs of the run into another directory."""
         self.write_config(directory)
-        if self._files is not None:
-            self._files[0].copy_to(directory / "metrics.jsonl")
+        self.emit(events.Moved(directory=directory))
 
     def start(self, done: int, tensors: Sequence[tuple[Any, ...]]) -> None:
         """Emit that the run starts after `done` steps with telemetry of `tensors`, and warnings of a new run."""

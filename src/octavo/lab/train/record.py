@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,10 +91,9 @@ class StoreReporter:
         with RunReader(self._path) as run:
             return run.energy_kwh()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Write the outcome and close the store."""
-        # Reporters are closed while the exception that ended a run propagates.
-        error = None if self._has_finished else sys.exc_info()[1]
+        error = None if self._has_finished else error
         self._recorder.close(*(outcome_of(error) if error or self._has_finished else ("interrupted", "")))
 
     def _start(self, event: events.Started) -> None:

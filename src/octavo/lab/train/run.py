@@ -129,20 +129,20 @@ class Trainer:
         """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._checkpoints.abandon()
             with suppress(Exception):
-                self._close()
+                self._close(error)
             raise
         self._close()
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         try:
             self.state.collect_telemetry(wait=True)  # statistics in flight may explain a failure
             if self.state.telemetry is not None:
                 self.state.telemetry.detach()
         finally:
-            self.log.close()
+            self.log.close(error)
 
     def _finish_resumed_step(self) -> None:
         """Repeat the evaluation that follows the checkpoint in its step, whose records were cut."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from octavo.lab.train.config import SensitivityConfig
 from octavo.nn.functional import linear
-from octavo.nn.modules import hooked
+from octavo.nn.modules import hooked, input_of
 from octavo.recipes import Recipe
 
 STAYS = 1.5
@@ -75,17 +75,20 @@ def layer_costs(layers: Mapping[str, tuple[nn.Linear, Recipe]], compute: Callabl
 def _tallied(layers: Mapping[str, tuple[nn.Linear, Recipe]]) -> Iterator[dict[str, _Tally]]:
     tallies = {name: _Tally() for name in layers}
     hooks = (
-        layer.register_forward_hook(partial(_count, tallies[name], recipe)) for name, (layer, recipe) in layers.items()
+        layer.register_forward_hook(partial(_count, tallies[name], recipe), with_kwargs=True)
+        for name, (layer, recipe) in layers.items()
     )
     with hooked(hooks), torch.compiler.set_stance("force_eager"):
         yield tallies
 
 
-def _count(tally: _Tally, recipe: Recipe, layer: nn.Linear, args: tuple[Any, ...], y: Tensor) -> None:
+def _count(
+    tally: _Tally, recipe: Recipe, layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
+) -> None:
     """Add a call and what FP8 costs in it, once its gradient is there: a recomputed output has none."""
     if not y.requires_grad:
         return
-    x, weight = args[0].detach(), layer.weight.detach()
+    x, weight = input_of(args, kwargs).detach(), layer.weight.detach()
     with torch.no_grad():
         d = linear(x, weight, None, recipe, y.dtype) - F.linear(x.to(y.dtype), weight.to(y.dtype))
 

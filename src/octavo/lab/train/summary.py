@@ -13,7 +13,7 @@ from rich.console import Console
 from octavo.lab.monitor.gap import fluctuation, judge_gap
 from octavo.lab.monitor.system import versions
 from octavo.lab.train.config import RunConfig
-from octavo.lab.train.control import control_of
+from octavo.lab.train.control import control_of, study_of
 from octavo.lab.train.evaluate import paired_interval, perplexity, within
 from octavo.lab.train.events import MODELS, Finished, gap_percent
 from octavo.lab.train.plot import plot
@@ -63,7 +63,7 @@ def summarise(
         "gap_percent": gap,
         "gap_95_percent": None if half_width is None else 100 * half_width / means["bf16"],
         "gap_fluctuation_percent": None if gap is None else _fluctuation(history) or None,
-        **(control_of(config) if gap is not None else {}),
+        **({**control_of(config), **study_of(config)} if gap is not None else {}),
         "unigram_entropy": corpus.get("unigram_entropy"),
         "fp8_gemms_total": sum(facts["fp8_gemms"].values()),
         "tokens_per_second": _median(timed, "tokens_per_second"),

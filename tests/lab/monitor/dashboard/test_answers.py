@@ -12,7 +12,6 @@ import pytest
 import torch
 from synthetic import synthetic_run
 
-from octavo.errors import StoreError
 from octavo.lab.monitor.dashboard import answers
 from octavo.lab.monitor.dashboard.answers import ANSWERS, RANGES, answer, format_range, outside
 from octavo.lab.monitor.dashboard.runs import runs_below
@@ -73,19 +72,18 @@ def test_a_poll_of_a_run_four_times_as_long_takes_no_more_memory(tmp_path: Path)
     assert peaks[1] < 1.3 * peaks[0] < 4e6  # points that are drawn, not steps
 
 
-def test_samples_are_whole_lines_and_a_bad_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_whole_lines_and_damaged_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic_run(tmp_path / "run", layers=7, steps=60)
     known, path = runs_below(tmp_path), tmp_path / "run" / "samples.jsonl"
     lines = [{"step": step, "prompt": "a", "text": {"fp8": "b" * 50}} for step in range(9)]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 9')
-    assert answer(known, "samples", {"run": ["run"]}) == {"samples": lines, "more": False}
+    assert answer(known, "samples", {"run": ["run"]}) == {"samples": lines, "more": False, "damaged": 0}
     monkeypatch.setattr(answers, "SAMPLES_BYTES", 300)
-    assert answer(known, "samples", {"run": ["run"]}) == {"samples": lines[-2:], "more": True}
-    path.write_text("{}\n")
-    with pytest.raises(StoreError, match=r"samples.jsonl, line 1 of the newest: a line of samples has 'step'"):
-        answer(known, "samples", {"run": ["run"]})
+    assert answer(known, "samples", {"run": ["run"]}) == {"samples": lines[-2:], "more": True, "damaged": 0}
+    path.write_text(f'{{"step": 1, "pr\n{json.dumps(lines[0])}\n{{}}\n')
+    assert answer(known, "samples", {"run": ["run"]}) == {"samples": lines[:1], "more": False, "damaged": 2}
     path.unlink()
-    assert answer(known, "samples", {"run": ["run"]}) == {"samples": [], "more": False}
+    assert answer(known, "samples", {"run": ["run"]}) == {"samples": [], "more": False, "damaged": 0}
     known.close()
 
 

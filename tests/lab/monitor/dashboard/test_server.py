@@ -92,6 +92,10 @@ def test_heat_maps_are_those_of_the_store(client: Any, folder: Path, unpack: Any
     expected = RunReader(folder / "first").heatmap("saturated", "grad_output", pool=pool, buckets=30)
     assert header["layers"] == list(expected.layers)
     np.testing.assert_array_equal(arrays["values"], expected.values)
+    reader = RunReader(folder / "first")
+    since = reader.last_step - reader.last_step // 10 + 1
+    late = reader.heatmap("saturated", "grad_output", pool=pool, first=since, buckets=1)
+    np.testing.assert_array_equal(arrays["newest"], late.values)  # whatever the number of buckets
     hot = arrays["values"][header["layers"].index(MIDDLE)]
     assert hot.max() == (0.25 if pool == "max" else 0)
 

@@ -46,6 +46,17 @@ def test_utilisation_is_operations_by_time_by_peak(tmp_path: Path) -> None:
     np.testing.assert_array_equal(curves["tflops_fp8"][0], np.arange(1, 101))
 
 
+def test_steps_in_bf16_before_fp8_begins_are_not_counted_and_a_summary_is_quoted(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as run, run.batch():
+        run.write_document("config", {**CONFIG, "run": {"batch": 8, "bf16_first_steps": 70}})
+        for step in range(1, 101):
+            run.write_step(step, {"milliseconds_fp8": 40.0 if step <= 70 else 20.0, "milliseconds_bf16": 40.0})
+    assert speed(RunReader(tmp_path))[1]["speedup"] == pytest.approx(2)
+    with RunWriter(tmp_path, keep_until=100) as run:
+        run.write_document("summary", {"step_milliseconds_fp8": 30.0, "step_milliseconds_bf16": None})
+    assert speed(RunReader(tmp_path))[1]["speedup"] == pytest.approx(40 / 30)
+
+
 def test_energy_is_of_the_newest_session(tmp_path: Path) -> None:
     _, facts = speed(written(tmp_path, CONFIG, {"device": "NVIDIA H200"}))
     assert facts["joules_per_step"] == pytest.approx(250)

@@ -20,7 +20,7 @@ from octavo.lab.monitor.console import newest as newest_lines
 from octavo.lab.monitor.dashboard.packing import pack, pack_curves
 from octavo.lab.monitor.dashboard.runs import RunCollection
 from octavo.lab.monitor.dashboard.speed import speed
-from octavo.lab.monitor.dashboard.verdict import gap_limit, gap_of, loss_key, newest, verdict
+from octavo.lab.monitor.dashboard.verdict import SHARE, gap_limit, gap_of, loss_key, newest, verdict
 from octavo.lab.monitor.samples import FILE as SAMPLES
 from octavo.lab.monitor.samples import parse
 from octavo.lab.monitor.store import ROLES, RunReader, Series, config_difference
@@ -125,12 +125,18 @@ def scalars(known: RunCollection, query: Query) -> Answer:
 
 
 def heatmap(known: RunCollection, query: Query) -> Answer:
-    """One statistic of one role: `values` (layers, buckets), `first` and `last` step of each bucket."""
+    """One statistic of one role: `values` (layers, buckets), `first` and `last` step of each bucket.
+
+    `newest` (layers, 1) is that of the last tenth of the run, which does not depend on the number of buckets.
+    """
     opened = known.open(query.text("run"))
     stat, role = query.text("stat", opened.stats), query.text("role", ROLES)
     pool = query.text("pool", ("max", "min")) if query.several("pool") else "max"
     found = opened.heatmap(stat, role, pool=pool, buckets=query.number("buckets", BUCKETS))
-    return pack({"values": found.values, "first": found.first, "last": found.last}, {"layers": found.layers})
+    since = int((1 - SHARE) * opened.last_step) + 1
+    newest = opened.heatmap(stat, role, pool=pool, first=since, buckets=1).values
+    arrays = {"values": found.values, "first": found.first, "last": found.last, "newest": newest}
+    return pack(arrays, {"layers": found.layers})
 
 
 def series(known: RunCollection, query: Query) -> Answer:
@@ -163,13 +169,11 @@ def console(known: RunCollection, query: Query) -> Answer:
 
 
 def samples(known: RunCollection, query: Query) -> Answer:
-    """The newest texts that the models of a run wrote, oldest first, and whether there are more."""
-    opened = known.open(query.text("run"))
-    with _beside(opened, SAMPLES) as file:
+    """The newest texts that the models of a run wrote, oldest first, whether there are more, and damaged lines."""
+    with _beside(known.open(query.text("run")), SAMPLES) as file:
         text, before = ("", 0) if file is None else newest_lines(file, SAMPLES_BYTES)
-    path, lines = opened.path.with_name(SAMPLES), text.split("\n")[:-1]  # the last one may be incomplete
-    found = [parse(line, f"{path}, line {number} of the newest") for number, line in enumerate(lines, 1)]
-    return {"samples": found, "more": before > 0}
+    found, damaged = parse(text)
+    return {"samples": found, "more": before > 0, "damaged": damaged}
 
 
 def performance(known: RunCollection, query: Query) -> Answer:

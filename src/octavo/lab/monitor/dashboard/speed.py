@@ -44,7 +44,7 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Curve], dict
         series = run.scalar(f"milliseconds_{model}", points=points)
         if len(series):
             steps, milliseconds = curves[f"milliseconds_{model}"] = series.points()
-            typical = facts[f"milliseconds_{model}"] = _typical(series)
+            typical = facts[f"milliseconds_{model}"] = _typical(run, series, f"step_milliseconds_{model}")
             curves |= {name.format(model): (steps, amount / milliseconds) for name, amount in work.items()}
             facts |= {name.format(model): amount / typical for name, amount in work.items()}
     if "milliseconds_fp8" in facts and "milliseconds_bf16" in facts:
@@ -52,7 +52,7 @@ def speed(run: RunReader, *, points: int = 1500) -> tuple[dict[str, Curve], dict
     overall = run.scalar("tokens_per_second", points=points)
     if len(overall):
         curves["tokens_per_second"] = overall.points()
-        facts["tokens_per_second"] = _typical(overall)
+        facts["tokens_per_second"] = _typical(run, overall, "tokens_per_second")
     machine = _machine(run, points)
     return curves | machine, facts | _energy(run, per_step) | _memory(run, machine)
 
@@ -95,9 +95,16 @@ def _tokens_per_step(run: RunReader) -> float | None:
     return float((series.high[-1] - series.high[0]) / (series.last[-1] - series.last[0]))
 
 
-def _typical(series: Series) -> float:
-    """Return the median without the first tenth, which includes compilation and warm-up."""
-    middle = (series.low + series.high)[len(series) // 10 :] / 2
+def _typical(run: RunReader, series: Series, of_summary: str) -> float:
+    """Return what the summary says, or of a run without one the median of what is like the rest of the run.
+
+    That is without the first tenth, which includes compilation and warm-up, and without the steps before FP8 begins.
+    """
+    if (told := run.summary.get(of_summary)) is not None:
+        return float(told)
+    in_bf16 = int((series.last <= int(run.settings("run").get("bf16_first_steps") or 0)).sum())
+    start = max(len(series) // 10, in_bf16 if in_bf16 < len(series) else 0)
+    middle = (series.low + series.high)[start:] / 2
     return float(np.nanmedian(middle)) if np.isfinite(middle).any() else math.nan
 
 

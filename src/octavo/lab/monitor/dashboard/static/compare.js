@@ -2,7 +2,7 @@
 
 import { check, h, select, table } from "octavo/dom.js";
 import { band, chart, DASHED, linked, mapped, RUNS, smoothed, smoothLines, swatch } from "octavo/charts.js";
-import { number, percent, short, words } from "octavo/format.js";
+import { number, short, signed, words } from "octavo/format.js";
 import { get, link, place, set } from "octavo/place.js";
 import { ask, seriesOf } from "octavo/source.js";
 import { clockOf } from "octavo/overview.js";
@@ -62,7 +62,7 @@ export function compareView() {
   // The charts of the address, in its order; without any, the usual ones and that of `key`.
   const chosenCharts = (keys) => {
     const asked = place().parameters.getAll("chart");
-    return [...new Set(asked.length ? asked : [...FIRST, get("key", keys.find((key) => key.startsWith("gradient_norm")) ?? "")])];
+    return [...new Set(asked.length ? asked : [...FIRST, get("key", ["gradient_norm_fp8", "gradient_norm", "gradient_norm_bf16"].find((key) => keys.includes(key)) ?? "")])];
   };
   const shownCharts = () => [...charts.children].map((element) => [...made].find(([, each]) => each.element === element)[0]);
   const arrange = (keys) => { set({ chart: keys, key: null }); draw(); };
@@ -120,7 +120,7 @@ export function compareView() {
 
   const standing = (runs) => h("section", {}, h("h2", {}, "Present state"), table("Present state of the runs",
     [["run", ""], ["verdict", ""], ["step", "number"], ["loss", "number"], ["held-out loss", "number"], ["gap", "number"], ["tokens/s", "number"]],
-    runs.map((run) => (run.error ? [run.name, run.error, "", "", "", "", ""] : [h("a", { href: link("overview", { run: run.id }) }, run.name), run.verdict, number(run.step), number(run.loss), number(run.heldout_loss), percent(run.gap_percent), short(run.tokens_per_second)])),
+    runs.map((run) => (run.error ? [run.name, run.error, "", "", "", "", ""] : [h("a", { href: link("overview", { run: run.id }) }, run.name), run.verdict, number(run.step), number(run.loss), number(run.heldout_loss), signed(run.gap_percent), short(run.tokens_per_second)])),
     { empty: "Choose runs above." }));
 
   const differences = ({ runs, differences: found }) => h("section", {}, h("h2", {}, "Configuration differences"), table("Configuration differences",

@@ -27,6 +27,8 @@ export function percent(value, digits = 2) {
   return `${rounded || Number(value.toPrecision(1))} %`;
 }
 
+export const signed = (value) => `${value > 0 ? "+" : ""}${percent(value)}`;
+
 export function share(value) {
   if (!isNumber(value)) return NONE;
   return value === 0 ? "0 %" : `${Number((100 * value).toPrecision(3))} %`;

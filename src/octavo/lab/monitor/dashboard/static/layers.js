@@ -56,7 +56,7 @@ export function layersView() {
     if (have.length !== maps.children.length || have.some((each, index) => maps.children[index] !== each)) maps.replaceChildren(...have);
     await Promise.all(found.map((rows, index) => one(drawn[index], rows, stat, scale, found.length)));
     const most = statOf(stat).isGoodHigh ? "lowest" : "highest";
-    worst.replaceChildren(h("h2", {}, `${most[0].toUpperCase()}${most.slice(1)} ${words(stat)} at the end`), table(`Tensors with the ${most} ${words(stat)}`,
+    worst.replaceChildren(h("h2", {}, `${most[0].toUpperCase()}${most.slice(1)} ${words(stat)} in the last tenth of the run`), table(`Tensors with the ${most} ${words(stat)}`,
       [["layer", ""], ["role", ""], [words(stat), "number"]], newestOf(found, statOf(stat).isGoodHigh).map(([layer, role, value]) =>
         [h("a", { href: link("layer", { run: run.id, layer }) }, layer), words(role), valueOf(stat, value)]),
       { empty: found.some(({ rows }) => rows.length) ? "All are zero." : "No measurements." }));
@@ -82,12 +82,13 @@ function rowsOf(role, answer) {
     const kinds = [...new Set(layers.map(({ name }) => kind(name)))];
     layers.sort((a, b) => kinds.indexOf(kind(a.name)) - kinds.indexOf(kind(b.name)) || a.index - b.index);
   }
-  const [values, first, last] = ["values", "first", "last"].map((name) => answer.get(name));
+  const [values, first, last, late] = ["values", "first", "last", "newest"].map((name) => answer.get(name));
   const rows = layers.map(({ index }) => values.subarray(index * first.length, (index + 1) * first.length));
   const names = layers.map(({ name }) => name);
-  if (!statOf(get("stat", "flushed")).isSparse) return { role, names, rows, first, last };
+  const newest = layers.map(({ index }) => late?.[index]);
+  if (!statOf(get("stat", "flushed")).isSparse) return { role, names, rows, first, last, newest };
   const kept = (list) => list.filter((_, column) => rows.some((row) => Number.isFinite(row[column])));
-  return { role, names, rows: rows.map(kept), first: kept(first), last: kept(last) };
+  return { role, names, rows: rows.map(kept), first: kept(first), last: kept(last), newest };
 }
 
 // Colour scale of the values, the same for all roles.
@@ -146,6 +147,8 @@ async function one(target, { role, names, rows, first, last }, stat, scale, coun
 }
 
 function newestOf(found, isGoodHigh) {
-  const all = found.flatMap(({ role, names, rows }) => names.map((name, index) => [name, role, rows[index].at(-1)]));
+  // A sparse statistic may have no value so late: then that of its last step.
+  const valueAt = ({ rows, newest }, index) => (isNumber(newest[index]) ? newest[index] : rows[index].at(-1));
+  const all = found.flatMap((each) => each.names.map((name, index) => [name, each.role, valueAt(each, index)]));
   return all.filter(([, , value]) => isNumber(value) && value !== 0).sort((a, b) => (isGoodHigh ? a[2] - b[2] : b[2] - a[2])).slice(0, WORST);
 }

@@ -14,7 +14,7 @@ const ELSEWHERE = /^(milliseconds|overflows|heldout_gap)/; // shown elsewhere
 
 const NOTES = {
   batch_divergence: "between the tokens of a batch and those of the text", batch_document_tokens: "mean, in tokens",
-  fp8_flops: "of the products",
+  fp8_flops: "of the GEMMs",
 };
 
 const SOLID = { line: { width: 2.6 } };

@@ -72,7 +72,8 @@ function basis(facts, run) {
   const { bf16, fp8 } = facts.peak_tflops;
   const peaks = bf16 ? `Dense peaks from the data sheet: BF16 ${number(bf16)} and FP8 ${number(fp8)} TFLOP/s.` : `The peak of “${run.env.device ?? "this device"}” is unknown, so there is no utilisation.`;
   const counted = facts.flops_per_token ? `A token costs ${short(facts.flops_per_token)}FLOP: ${facts.operations}.` : `Operations are not counted: ${facts.operations}.`;
-  return `${counted} ${peaks}`;
+  const slow = run.env.device_type === "cpu" ? " CPUs emulate FP8: slower than BF16 here, with the same numerics as on a GPU." : "";
+  return `${counted} ${peaks}${slow}`;
 }
 
 const noPeak = (facts, run) => (facts.peak_tflops.bf16 ? "" : `The peak of “${run.env.device ?? "this device"}” is unknown.`);

@@ -1,7 +1,7 @@
 // All runs of the folder.
 
 import { h, matcher, search, svg, table } from "octavo/dom.js";
-import { ago, duration, moment, number, percent, short } from "octavo/format.js";
+import { ago, duration, moment, number, short, signed } from "octavo/format.js";
 import { get, link, place, set } from "octavo/place.js";
 
 const SIGNS = { healthy: "✓", watch: "!", unhealthy: "✕", unknown: "?" };
@@ -62,7 +62,7 @@ export function runsView() {
       pick(run.id), h("a", { href: link("overview", { run: run.id }), class: "strong" }, run.name, run.note && h("small", { class: "note", title: run.note }, run.note)),
       h("span", { class: `tag ${run.level}`, title: run.verdict }, SIGNS[run.level], " ", { healthy: "healthy", watch: "check", unhealthy: "unhealthy", unknown: "unknown" }[run.level]),
       h("span", { class: `state ${run.state}` }, run.state), run.model ? h("span", { class: "when" }, run.model) : "–", run.recipe ?? "–", sparkline(run.losses), `${number(run.step)}${run.steps ? ` / ${number(run.steps)}` : ""}`, number(run.loss), number(run.heldout_loss),
-      percent(run.gap_percent), short(run.tokens_per_second), moment(run.started), duration(run.duration), ago(run.heartbeat)]);
+      signed(run.gap_percent), short(run.tokens_per_second), moment(run.started), duration(run.duration), ago(run.heartbeat)]);
     const [sorted, isDown] = [get("sort"), get("down") === "1"];
     const by = COLUMNS.find(([title]) => title === sorted)?.[2];
     if (by) chosen.sort((a, b) => order(by(a), by(b)) * (isDown ? -1 : 1));

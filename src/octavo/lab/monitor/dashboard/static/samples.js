@@ -28,6 +28,7 @@ export function samplesView() {
     count.textContent = answer.samples.length ? `${number(chosen.length)} of ${answer.more ? "the newest " : ""}${number(answer.samples.length)} samples, newest first.`
       : answer.more ? "The newest sample is too long for this page; samples.jsonl in the run's directory has it."
       : "This run wrote no text: octavo train --sample.every 100 lets its models continue a prompt.";
+    if (answer.damaged) count.textContent += ` Damaged lines of samples.jsonl, left out: ${number(answer.damaged)}.`;
     body.replaceChildren(...chosen.map(card));
   }
 

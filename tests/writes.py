@@ -1,15 +1,15 @@
-"""Ways to write a weight, and whether the next forward sees it: for tests and `octavo bench robustness`."""
+"""Ways to write a weight, and whether the next forward sees it."""
 
 from __future__ import annotations
 
 import copy
 import mmap
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from alone import join_alone
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -18,8 +18,6 @@ from octavo import Policy
 from octavo.nn import Linear
 from octavo.numerics import sqnr_db
 from octavo.tensor import FP8Tensor
-from octavo_bench.campaign import Trial
-from octavo_bench.ranks import join_alone
 
 
 class Net(nn.Module):
@@ -494,12 +492,3 @@ def fault_in_fp8(way: str, model: nn.Module, call: Callable[[Tensor], Tensor]) -
     octavo.revert(plain := copy.deepcopy(model))
     of_new_values = sqnr_db(results(plain, plain)[0], found[0]) > 20
     return "" if of_new_values else "computes with old values"
-
-
-def trials(tried: int, seed: int) -> Iterator[Trial]:
-    """Yield `tried` trials for `octavo bench robustness`, reproducible by the seed."""
-    cases = [*product(("folded", "rowwise"), WAYS | EAGER_WAYS), *(("FP8 weights", way) for way in ALL_FP8_WAYS)]
-    for number in range(tried):
-        recipe, way = cases[(number * 37 + seed) % len(cases)]  # 37 is coprime to their number: all, and mixed
-        fault = fault_of_fp8(way) if recipe == "FP8 weights" else fault_of(way, recipe)
-        yield Trial(f"write, {recipe}", way, "silent" if fault else "held", fault)

@@ -1,0 +1,105 @@
+"""The residual stream inside a block: a tensor, or a sum that nobody has read yet.
+
+    x = x + attention(norm(x))        the sum is written by the norm that follows it, in the pass that normalises it
+    x = x + mlp(norm(x))
+
+A `Stream` stands for a tensor in a block's own forward. A sum of it with a tensor is another stream, which keeps both
+until something reads it: a norm of Octavo's, which adds and normalises in one pass, or anything else, for which they
+are added as PyTorch adds them. Its operators, functions and attributes are those of the tensor, so that code that knows
+nothing of it has the same bits. It is no `Tensor`: code that asks for the type sees a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from octavo.kernels.runtime.dispatch import is_plain
+
+_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+
+
+class Stream:
+    """A residual stream (..., D)."""
+
+    __slots__ = ("_addend", "_x")
+
+    def __init__(self, x: Tensor, addend: Tensor | None = None) -> None:
+        self._x, self._addend = x, addend
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """The tensors that it is the sum of; (tensor, None) if it was read, or is no sum."""
+        return self._x, self._addend
+
+    def settle(self, x: Tensor) -> None:
+        """Take a tensor for its value: the sum, or the same value as another operation's result."""
+        self._x, self._addend = x, None
+
+    def tensor(self) -> Tensor:
+        """Return its value."""
+        if self._addend is not None:
+            self.settle(self._x + self._addend)
+        return self._x
+
+    def plus(self, other: Any) -> Any:
+        """Return the sum with a tensor of the same shape as a stream; that with anything else as PyTorch does."""
+        if self._addend is None and isinstance(other, Tensor) and _is_alike(self._x, other):
+            return Stream(self._x, other)
+        return self.tensor() + settled(other)
+
+    __add__ = __radd__ = plus
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # of a tensor, not of a stream
+        """Write to the tensor, as a tensor does."""
+        x = self.tensor()
+        x += settled(other)
+        return x
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Stream.__slots__:  # looked up on a copy before it is set
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _SUMS and len(args) == 2 and not kwargs:
+            first, second = args  # one of them is a stream
+            return first.plus(second) if isinstance(first, Stream) else second.plus(first)
+        return func(*settled(args), **settled(dict(kwargs or {})))
+
+
+def settled(value: Any) -> Any:
+    """Return a value whose streams, also those in tuples, lists and dictionaries, are tensors."""
+    if isinstance(value, Stream):
+        return value.tensor()
+    return tree_map(lambda part: part.tensor() if isinstance(part, Stream) else part, value)
+
+
+def _is_alike(x: Tensor, other: Tensor) -> bool:
+    return is_plain(other) and other.shape == x.shape and other.device == x.device and other.is_floating_point()
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: Stream, *args: Any) -> Any:
+        return getattr(self.tensor(), name)(*settled(args))
+
+    return method
+
+
+_OPERATORS = (
+    "sub", "rsub", "isub", "mul", "rmul", "imul", "matmul", "rmatmul", "truediv", "rtruediv", "itruediv", "floordiv",
+    "rfloordiv", "pow", "rpow", "mod", "neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor",
+    "invert", "bool", "float", "int", "len", "iter", "contains", "getitem", "setitem", "format", "repr", "array",
+    "reduce_ex", "deepcopy",
+)  # fmt: skip
+"""What Python looks up in the class, and `__getattr__` does not see."""
+for _name in _OPERATORS:
+    setattr(Stream, f"__{_name}__", _forwarded(f"__{_name}__"))
+setattr(Stream, "__hash__", lambda self: hash(self.tensor()))  # noqa: B010 - defining __eq__ has unset it
