@@ -27,6 +27,10 @@ MODELS = {
     "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, {"proj_out"}),
     "BertForQuestionAnswering": ("BertConfig", SIZES, {"qa_outputs"}),
     "BertModel": ("BertConfig", SIZES, set()),
+    "FSMTForConditionalGeneration": (  # names the table of its decoder, not the layer behind that
+        "FSMTConfig", {**WHISPER, "langs": ["en", "de"], "src_vocab_size": 96, "tgt_vocab_size": 96},
+        {"model.decoder.output_projection"},
+    ),
 }  # fmt: skip
 
 
@@ -182,6 +186,25 @@ class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.gate = nn.Linear(64, 192), nn.Linear(64, 64)
+
+
+def test_the_last_layer_beside_the_blocks_is_a_head_whatever_was_made_after_it():
+    """PixArt's head comes before the module that projects its captions."""
+    captions = nn.ModuleDict({"up": nn.Linear(64, 64), "down": nn.Linear(64, 64)})
+    blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(64, 64)}) for _ in range(2))
+    model = nn.ModuleDict({"blocks": blocks, "early": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
+    model["captions"] = captions
+    assert kept(nn.Sequential(model)) == {"0.out": HEAD, "0.captions.down": HEAD}
+    del model["captions"]
+    assert kept(model) == {"out": HEAD}
+
+
+def test_projections_by_heads_are_no_experts():
+    """XLNet's, (D, H, d), beside a layer with D outputs."""
+    attention = nn.ParameterDict({name: torch.zeros(64, 4, 16) for name in "qkvo"})
+    ff = nn.ModuleDict({"up": nn.Linear(64, 128), "down": nn.Linear(128, 64)})
+    block = nn.ModuleDict({"attention": attention, "ff": ff})
+    assert kept(nn.Sequential(block, nn.Linear(64, 64))) == {}
 
 
 def test_a_gate_without_experts_routes_nothing():

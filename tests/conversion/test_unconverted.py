@@ -128,3 +128,12 @@ def test_tables_small_parameters_and_layers_are_no_rows():
     plan = make_plan(model)
     assert plan.unconverted == () and plan.share == 1.0
     assert plan.parameters == 96 * 64 + 2 * 64 + 65 * 64 + 48 * 64 + 64
+
+
+def test_what_a_parametrization_computes_a_weight_from():
+    """Weight norm stores a direction (64, 32) and a magnitude; the layer's own row says that its weight is computed."""
+    plan = make_plan(nn.ModuleDict({"normed": nn.utils.parametrizations.weight_norm(nn.Linear(32, 64))}))
+    assert [row.reason for row in plan.layers] == ["its weight is computed, by a parametrization for example"]
+    (weight,) = plan.unconverted
+    assert weight.name == "normed.parametrizations.weight.original1"
+    assert weight.reason == "a weight is computed from it, by a parametrization"

@@ -1,5 +1,7 @@
 """Layers whose parent reads their weight and never calls them."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,3 +85,21 @@ def test_which_layers_are_called(module, reads):
     octavo.convert(nn.Sequential(module), policy=octavo.Policy(weights="fp8"))
     assert module(torch.randn(4, 64)).shape == (4, 64)
     octavo.revert(module)
+
+
+class Moved(Reads):
+    """A model of diffusers, which warns of attributes that are its config's."""
+
+    @property
+    def bias(self) -> None:
+        warnings.warn("read it of the config", FutureWarning, stacklevel=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.qkv(x) if self.bias is None else F.linear(x, self.qkv.weight, self.bias))
+
+
+def test_a_warning_about_an_attribute_that_a_plan_reads_is_not_the_users():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = octavo.plan(Moved())
+    assert plan.fp8_layers == 2

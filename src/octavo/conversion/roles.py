@@ -7,6 +7,7 @@ A head feeds the loss, a router picks experts. An embedding is looked up and mul
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
@@ -22,6 +23,9 @@ ROUTER = "router: a small error sends a token to another expert"
 HEAD_NAMES = ("*lm_head", "output", "head", "fc", "classifier")
 """Names of heads: the first anywhere, the others at the top level."""
 ROUTER_NAMES = ("*router", "*router.*")
+_LARGEST_HEADS = 8
+"""Most values per input feature of a projection by heads, (D, H, d), as XLNet's; a stack of experts, (E, N, K), has
+more per expert."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -34,7 +38,7 @@ def find_roles(model: nn.Module) -> dict[int, str]:
     - a layer that shares its weight with an embedding;
     - in a model of transformers, the layers outside of its base model (`base_model_prefix`). Of a part there that has
       blocks of its own, such as the decoder of a masked autoencoder, only the last layer behind them;
-    - in a model with none of these, and none of their names: the last layer behind all blocks.
+    - in a model with none of these, and none of their names: the last layer behind all blocks (`_last_behind`).
 
     A router has as many outputs as there are experts in the module around it.
     """
@@ -45,7 +49,7 @@ def find_roles(model: nn.Module) -> dict[int, str]:
 def find_heads(model: nn.Module) -> set[int]:
     """Return the `id` of each output head and of each module inside one; see `find_roles`."""
     blocks = inside_blocks(model)
-    found = {id(part) for module in model.modules() for head in _declared(module) for part in head.modules()}
+    found = {id(part) for module in model.modules() for head in _declared(module, blocks) for part in head.modules()}
     found |= {id(layer) for module in model.modules() for layer in _outside_base_model(module, blocks)}
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found |= {id(module) for module in model.modules() if isinstance(module, nn.Linear) and id(module.weight) in tables}
@@ -59,14 +63,19 @@ def _is_named_head(name: str) -> bool:
     return any(fnmatchcase(unwrapped_name(name), pattern) for pattern in HEAD_NAMES)
 
 
-def _declared(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the heads that a model names by a method."""
+def _declared(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """Yield the heads that a model names by a method; for a table (FSMT), the layer of its shape behind all blocks."""
     for name in ("get_output_embeddings", "get_classifier"):
         try:
             head = getattr(module, name, lambda: None)()
         except (AttributeError, NotImplementedError, TypeError):  # not every model of a library has one
             continue
-        yield from (part for part in (head if isinstance(head, tuple) else [head]) if isinstance(part, nn.Module))
+        for part in head if isinstance(head, tuple) else [head]:
+            if isinstance(part, nn.Embedding):
+                last = _last_behind(module, blocks)
+                yield from (layer for layer in last if layer.weight.shape == part.weight.shape)
+            elif isinstance(part, nn.Module):
+                yield part
 
 
 def _outside_base_model(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
@@ -104,10 +113,17 @@ def inside_blocks(model: nn.Module) -> set[int]:
 
 
 def _last_behind(module: nn.Module, blocks: set[int]) -> list[nn.Module]:
-    """Return the last layer behind the last block inside a module, as a list; empty without blocks or such a layer."""
+    """Return the last layer behind the last block inside a module; none without blocks or such a layer.
+
+    Also the last one there that stands beside the blocks, and not in a module of its own, if that is another: the order
+    is that of creation, and PixArt makes the projection of its captions after its head.
+    """
     parts = list(module.modules())
     last = max((place for place, part in enumerate(parts) if id(part) in blocks), default=len(parts))
-    return [part for part in parts[last + 1 :] if is_layer(part)][-1:]
+    behind = [part for part in parts[last + 1 :] if is_layer(part)]
+    around = [part for part in parts if id(part) not in blocks and any(id(inner) in blocks for inner in part.modules())]
+    beside = {id(child) for part in around for child in part.children()}
+    return [*{id(found[-1]): found[-1] for found in (behind, [x for x in behind if id(x) in beside]) if found}.values()]
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -133,7 +149,8 @@ def _find_routers(model: nn.Module) -> Iterator[int]:
 
 def _experts_in(module: nn.Module) -> set[int]:
     """Return the numbers of experts that a module may hold: matrices in one tensor, or modules of one class."""
-    counts = {p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3}
+    stacks = [p.shape for p in module._parameters.values() if p is not None and p.dim() == 3]
+    counts = {shape[0] for shape in stacks if math.prod(shape[1:]) > _LARGEST_HEADS * shape[0]}
     children = list(module.children())
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len({_class_of(child) for child in children}) == 1:
         counts |= {len(children)} if any(True for _ in children[0].children()) else set()

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from octavo.nn import GroupedLinear
 from octavo.nn.modules import full_name
@@ -74,6 +75,8 @@ def _reason(module: nn.Module, tensor: Tensor, dims: int) -> tuple[str, float]:
         return f"{kind} holds quantised weights already", 1.0
     if isinstance(module, nn.MultiheadAttention):
         return f"{unsupported_reason(module)}: {IN_ONE_CALL}", 1.0
+    if isinstance(module, ParametrizationList):
+        return "a weight is computed from it, by a parametrization", 1.0
     if isinstance(module, nn.RNNBase):
         return f"{kind} multiplies by it itself, step by step", 1.0
     if dims == 3:

@@ -9,6 +9,7 @@ planned as others are: the first step tells (`octavo.conversion.first_step`).
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -91,10 +92,20 @@ def _value_of(test: ast.expr, owner: str, module: nn.Module) -> Any:
         value = _value_of(test.operand, owner, module)
         return value if value is _UNDECIDED else not value
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Is | ast.IsNot):
-        name, constant = _child_of(test.left, owner), test.comparators[0]
-        if name is not None and hasattr(module, name) and isinstance(constant, ast.Constant) and constant.value is None:
-            return (getattr(module, name) is None) == isinstance(test.ops[0], ast.Is)
+        value, constant = _attribute(module, _child_of(test.left, owner)), test.comparators[0]
+        if value is not _UNDECIDED and isinstance(constant, ast.Constant) and constant.value is None:
+            return (value is None) == isinstance(test.ops[0], ast.Is)
         return _UNDECIDED
     name = _child_of(test, owner)
-    value = getattr(module, name, _UNDECIDED) if name is not None and name != "training" else _UNDECIDED
+    value = _attribute(module, name) if name != "training" else _UNDECIDED
     return value if isinstance(value, bool | None) else _UNDECIDED
+
+
+def _attribute(module: nn.Module, name: str | None) -> Any:
+    """Return an attribute, or `_UNDECIDED` without one.
+
+    A library that warns of its name, as diffusers does of those that are in its config, warns users who read it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _UNDECIDED if name is None else getattr(module, name, _UNDECIDED)
