@@ -199,8 +199,11 @@ def _scores(scores: Sequence[Score]) -> Iterator[str]:
         numbers = f"{surprise:>12}{_number(score.bits_per_byte, '.4f'):>14}{100 * score.accuracy:>9.2f} %"
         yield f"{score.computed:<16}{loss:<18}{numbers}"
     yield "\nLosses are in nats per token, ± their standard error over sequences."
-    if {FP8, HIGH} <= {score.computed for score in scores}:
+    computed = {score.computed for score in scores}
+    if {FP8, HIGH} <= computed:
         yield f"{HIGH}: the same weights without FP8."
+    if {BASELINE, QUANTISED} <= computed:
+        yield f"{QUANTISED}: the baseline's weights in the recipe of the run."
 
 
 def _differences(differences: Sequence[LossDifference]) -> Iterator[str]:
