@@ -86,7 +86,7 @@ def hero_data(directory: Path) -> dict[str, Any]:
 
 
 def curves(directory: Path) -> dict[str, Any]:
-    """Return the losses of a run in FP8 and of its BF16 baseline: of the largest Llama in the parity study, or the demo.
+    """Return the losses of a run in FP8 and of its BF16 baseline: the largest Llama of the parity study, or the demo.
 
     By the default recipe, or by `folded` where no model was trained by it.
     """
