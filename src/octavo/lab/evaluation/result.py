@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.terminal import Report, quantity, reported
+from octavo._util.terminal import Report, filled, quantity, reported
 from octavo.lab.data.loader import Batch
 from octavo.lab.evaluation.text import EvalText
 from octavo.lab.guard.alarms import percent_above
@@ -116,7 +115,7 @@ class Evaluation:
         return json.dumps(found, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
-        told = ["", textwrap.fill(self.verdict, 80)] if self.verdict else []
+        told = ["", filled(self.verdict, 80)] if self.verdict else []
         return "\n".join([*_about(self), "", *_scores(self.scores), *_differences(self.differences), *told])
 
 
