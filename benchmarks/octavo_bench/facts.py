@@ -282,7 +282,7 @@ def device_table() -> str:
         others = "-" if each.refused else "reference" if each.no_triton or each.backend == "cpu" else "Triton"
         ran = "yes" if each.measured else "no"
         rows.append((each.name, each.gpus or "-", *cells, others, ran, why or "-"))
-    header = ("architecture", "such as", "native products", "emulated", "refused", "other kernels", "run", "why")
+    header = ("architecture", "such as", "native GEMMs", "emulated", "refused", "other kernels", "run", "why")
     return table(header, rows)
 
 

@@ -32,6 +32,11 @@ ENDING, ENDING_TONES = re.compile(r"[a-z_]+\+run\.last_share=[0-9.]+"), {"0.2": 
 """Arms that end with fprop in BF16, and the colours of their curves by that share."""
 LADDER = {DEFAULT: "#c2357a", "folded": FP8, "folded+run.last_share=0.3": ENDING_TONES["0.3"], CONTROL: CONTROL_TONE}
 """Arms drawn by size, and their colours."""
+CONDITIONS = {
+    "half": "half: eight bits from the middle of the run on",
+    "half+short": "half+short: the same with a quarter of the tokens, or fewer",
+}
+"""Titles of conditions for readers who do not know the protocol."""
 FEWEST_SIZES = 3
 """Minimum number of sizes to draw a condition."""
 Data = list[dict[str, Any]]
@@ -148,13 +153,15 @@ def _draw_gap(
 
 
 def _ladder_panel(axes: Any, panel: dict[str, Any]) -> None:
+    axes.set_title(CONDITIONS.get(panel["title"], panel["title"]), fontsize=9.5)
     axes.axhspan(-ladder.MARGIN, ladder.MARGIN, color=LINE, alpha=0.3, lw=0)
     named = set()
     for place, size in enumerate(panel["sizes"]):
         for bar in size["gaps"]:
             arm = bar["arm"]
             at = place + 0.2 * ([*LADDER].index(arm) - (len(LADDER) - 1) / 2)
-            label = None if arm in named else label_of(arm)
+            title = "control: BF16 again" if arm == CONTROL else label_of(arm)
+            label = None if arm in named else title
             _draw_gap(axes, bar, at, LADDER[arm], upright=True, label=label)
             named.add(arm)
     axes.set_xticks(range(len(panel["sizes"])), [size["label"].replace("-", "\n") for size in panel["sizes"]])

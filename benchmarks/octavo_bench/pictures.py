@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,11 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from octavo._util import config_reader
+from octavo._util.terminal import quantity
 from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.train.config import RunConfig
+from octavo.lab.train.control import study_of
 from octavo.recipes import DEFAULT
 from octavo_bench import ladder, readme, results
 from octavo_bench.kind import known
@@ -84,24 +86,16 @@ def hero_data(directory: Path) -> dict[str, Any]:
 
 
 def curves(directory: Path) -> dict[str, Any]:
-    """Return the losses of a run in FP8 and of its BF16 baseline: the largest pair of the parity study, or the demo."""
-    whole = [row for row in ladder.read_rows(directory) if row["condition"] == "whole"]
-    rows = [row for row in whole if "training_loss" in row]
-    both = [block for block in ladder.blocks(rows) if "bf16" in block and {DEFAULT, "folded"} & block.keys()]
-    if both:
-        pair = max(both, key=lambda block: int(block["bf16"]["tokens"]))
-        arm = DEFAULT if DEFAULT in pair else "folded"
-        model, tokens = pair["bf16"]["model"], pair["bf16"]["tokens"]
-        own = [row for row in whole if (row["model"], row["tokens"]) == (model, tokens)]
-        gap = next((gap for gap in ladder.gaps(own) if gap.arm == arm), None)
-        lanes = {lane: pair[recipe]["training_loss"] for lane, recipe in (("fp8", arm), ("bf16", "bf16"))}
-        at = {
-            lane: {"tokens": [(i + 0.5) * tokens / len(losses) for i in range(len(losses))], "loss": losses}
-            for lane, losses in lanes.items()
-        }
-        within = "" if gap is None or gap.half_width is None else f" ± {gap.half_width:.2f} %"
-        said = gap and f"last fifth {gap.mean:+z.2f} %{within} beside BF16, {len(gap.differences)} pairs"
-        return {"model": model, "gap": said, "recipe": arm, **at}
+    """Return the losses of a run in FP8 and of its BF16 baseline: the largest Llama of the parity study, or the demo.
+
+    By the default recipe, or by `folded` where no model was trained by it.
+    """
+    studies = [own for own in ladder.studies(ladder.read_rows(directory)) if own[0]["model"].startswith("llama")]
+    for arm in (DEFAULT, "folded"):
+        drawn = [(own, pair) for own in studies if (pair := _drawn_pair(own, arm))]
+        if drawn:
+            own, pair = max(drawn, key=lambda found: (_parameters(found[0]), int(found[0][0]["tokens"])))
+            return _pair_curves(own, pair, arm)
     demo = max(demo_rows(directory), key=lambda row: row["tokens"])
     lines = [line for line in demo["history"] if line.get("loss_fp8") is not None]
     at = {
@@ -115,6 +109,32 @@ def curves(directory: Path) -> dict[str, Any]:
         "recipe": demo["recipe"],
         **at,
     }
+
+
+def _parameters(own: Sequence[Row]) -> int:
+    """Return the parameters of a study's model; 0 of one that is no size of the ladder any more."""
+    size = ladder.sizes_by_model().get(own[0]["model"])
+    return size.parameters if size else 0
+
+
+def _drawn_pair(own: Sequence[Row], arm: str) -> dict[str, Row] | None:
+    """Return the first block of a study that has the training loss of an arm and of BF16."""
+    blocks = ladder.blocks([row for row in own if "training_loss" in row])
+    return next((block for block in blocks if {arm, "bf16"} <= block.keys()), None)
+
+
+def _pair_curves(own: Sequence[Row], pair: Mapping[str, Row], arm: str) -> dict[str, Any]:
+    """Return the curves of a pair, and the gap of its study."""
+    tokens, condition = int(pair["bf16"]["tokens"]), own[0]["condition"]
+    gap = next(gap for gap in ladder.gaps(own) if gap.arm == arm)
+    within = "" if gap.half_width is None else f" ± {gap.half_width:.2f} %"
+    half = "; eight bits from half on" if condition.startswith("half") else ""
+    said = f"last fifth {gap.mean:+z.2f} %{within} beside BF16, {quantity(len(gap.differences), 'pair')}{half}"
+    found: dict[str, Any] = {"model": pair["bf16"]["model"], "gap": said, "recipe": arm}
+    for lane, recipe in (("fp8", arm), ("bf16", "bf16")):
+        losses = pair[recipe]["training_loss"]
+        found[lane] = {"tokens": [(i + 0.5) * tokens / len(losses) for i in range(len(losses))], "loss": losses}
+    return found
 
 
 def demo_rows(directory: Path) -> list[Row]:
@@ -244,7 +264,8 @@ def printed(row: Row) -> Console:
         by_lane: Any = {key: {lane: line[f"{key}_{lane}"] for lane in lanes} for key in keys}
         rest = {key: line[key] for key in ("step", "lr", "tokens", "tokens_per_second")}
         reporter.report(Logged(**by_lane, **rest))
-    reporter.report(Finished(summary=row, history=row["history"], directory=config.run.out))
+    summary = {**row, **study_of(config)}  # a result of earlier code lacks it
+    reporter.report(Finished(summary=summary, history=row["history"], directory=config.run.out))
     return console
 
 

@@ -132,15 +132,15 @@ def _speed(measured: Measured, second: Measured) -> str:
     other = second.step(BLOCKS, own) or second.step(BLOCKS, FOLDED)
     if step is None:
         return ""
+    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16** with recipe `{_recipe(own)}` on one"
+    said += f" {_machine(MACHINE)}{_beside(measured, step)}: {STEPS[BLOCKS][0]}, BF16 weights, compiled."
     fast = [row for name in (f"{OWN}_fast", FAST) if (row := step.peer(name))]
-    said = f"**{step.own['ratio_to_bf16']:.2f} times the speed of BF16** with recipe `{_recipe(own)}`"
-    said += "".join(f", {row['ratio_to_bf16']:.2f} with `{_recipe(row['implementation'])}`" for row in fast)
-    said += f": {STEPS[BLOCKS][0]} with BF16 weights, compiled, on one {_machine(MACHINE)}{_beside(measured, step)}"
+    if faster := [f"`{_recipe(row['implementation'])}` {row['ratio_to_bf16']:.2f}" for row in fast]:
+        said += f" With fast accumulation: {', '.join(faster)}."
     if other:
-        recipe = _recipe(other.own["implementation"])
-        with_recipe = "" if recipe == _recipe(own) else f" with `{recipe}`"
-        said += f"; {other.own['ratio_to_bf16']:.2f}{with_recipe} on one {_machine(SECOND)}{_beside(second, other)}"
-    return f"{said}."
+        recipe = f"`{_recipe(other.own['implementation'])}` {other.own['ratio_to_bf16']:.2f}"
+        said += f" On one {_machine(SECOND)}: {recipe}{_beside(second, other)}."
+    return said
 
 
 def _beside(measured: Measured, step: Step) -> str:
@@ -240,9 +240,9 @@ def _memory(measured: Measured) -> str:
     if len(rows) < 2:
         return ""
     least = min(rows, key=lambda row: float(row["peak_gib"]))
-    baselines = [f"{_less(least, row)} than {title} ({row['peak_gib']:.1f} GiB)" for title, row in _bf16(measured)]
-    what = f"a Llama of {least['parameters'] / 1e9:.1f} B parameters trains in {least['peak_gib']:.1f} GiB"
-    return f"**Memory: {', '.join(baselines)}**: {what}, with weights, optimizer states and saved activations in FP8."
+    baselines = [f"{_less(least, row)} than with {title} ({row['peak_gib']:.1f} GiB)" for title, row in _bf16(measured)]
+    trains = f"**{least['peak_gib']:.1f} GiB to train a Llama of {least['parameters'] / 1e9:.1f} B parameters**"
+    return f"{trains}: {', '.join(baselines)}. Weights, optimizer states and saved activations are in FP8."
 
 
 def _bf16(measured: Measured) -> Iterator[tuple[str, Row]]:

@@ -26,7 +26,7 @@ WIDTH = 50
 def bars(rows: Sequence[Row]) -> str:
     """Return, for each model, a bar per scheme and number of GPUs: the GPU time of a step by part."""
     drawn = "\n\n".join(_bars(model, own) for (model,), own in grouped(_points(rows), "model").items())
-    legend = "█ products, attention and all else that computes   ░ pipeline bubble   ▒ communication that is not hidden"
+    legend = "█ GEMMs, attention and all else that computes   ░ pipeline bubble   ▒ communication that is not hidden"
     return f"```text\n{drawn}\n\n{legend}\n```"
 
 

@@ -100,3 +100,8 @@ def test_columns_wrap_under_the_last_one_in_a_terminal_and_not_in_a_pipe(monkeyp
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "30")
     assert [*hanging(lines)] == ["first  one two three four five\n       six", "2      seven"]
+
+
+def test_a_number_and_its_percent_sign_stay_on_one_line() -> None:
+    assert terminal.filled("it is +0.04 % ± 0.02 % now", 14) == "it is +0.04 %\n± 0.02 % now"
+    assert terminal.filled("it is +0.04 %", 12) == "it is\n+0.04 %"

@@ -229,7 +229,7 @@ def test_of_transformers(name):
     rows = {row.name: row for row in plan.layers if row.count > 1}
     assert len(rows) == (2 if "deepseek" in name else 4)
     assert all(row.is_fp8 and row.kind == f"{row.count} experts" for row in rows.values())
-    how = "product by product: an activation of its own" if "gpt" in name else "fused: sort, gate, up, silu, down, sum"
+    how = "GEMM by GEMM: an activation of its own" if "gpt" in name else "fused: sort, gate, up, silu, down, sum"
     assert {row.reason for row in rows.values()} == {how}
     assert list(converted.state_dict()) == list(model.state_dict())
     routers = [m for n, m in converted.named_modules() if n.endswith((".gate", ".router"))]

@@ -33,7 +33,7 @@ def test_attention_of_pytorch_with_a_forward_of_its_own():
     assert plan.share == total / (total + 192 * 64 + 64 * 64)
     text = str(plan)
     assert "self_attn.in_proj_weight  192 x 64  -        not converted" in text
-    assert f"{plan.share:.0%} of the FLOPs of products with weights" in text
+    assert f"{plan.share:.0%} of the FLOPs of GEMMs with weights" in text
     assert '"unconverted": [' in plan.to_json()
 
 

@@ -67,6 +67,11 @@ def hanging(lines: Iterable[str]) -> Iterator[str]:
         yield textwrap.fill(line, width, subsequent_indent=" " * indent, drop_whitespace=True) if width else line
 
 
+def filled(text: str, width: int) -> str:
+    """Return text in lines of at most `width` characters, a number and its percent sign on one of them."""
+    return textwrap.fill(text.replace(" %", "\xa0%"), width).replace("\xa0%", " %")
+
+
 def columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
     """Return a line of text per row, cells aligned in columns, those of the columns `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

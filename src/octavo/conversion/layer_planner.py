@@ -248,7 +248,7 @@ def _precision(recipe: Recipe) -> str:
 def _how(roles: ExpertRoles, first: Recipe, second: Recipe) -> str:
     why = unfused_reason(roles, first, second)
     inner = "gate, up" if roles.is_gated else "up"
-    return f"product by product: {why}" if why else f"fused: sort, {inner}, {roles.kind}, down, sum"
+    return f"GEMM by GEMM: {why}" if why else f"fused: sort, {inner}, {roles.kind}, down, sum"
 
 
 def _evidence_for(name: str, recipe: Recipe) -> Evidence | None:

@@ -143,7 +143,7 @@ def footer(plan: Plan) -> list[str]:
     layers = "layers" if any("conv" in layer.kind for layer in plan.layers) else "linear layers"
     share = f"{_percent(plan.fp8_weights / max(weights, 1))} of their weights"
     if plan.unconverted:
-        share += f", {_percent(plan.share)} of the FLOPs of products with weights"
+        share += f", {_percent(plan.share)} of the FLOPs of GEMMs with weights"
     share += f", {_percent(plan.fp8_weights / max(plan.parameters, 1))} of all parameters"
     slow = sum("reference" in layer.kernels for layer in plan.layers) if plan.device != "cpu" else 0
     slowly = f", {slow} of them by the slow reference" if slow else ""

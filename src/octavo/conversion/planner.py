@@ -262,7 +262,7 @@ def _notes_on(plan: Plan, model: nn.Module, dtypes: set[torch.dtype]) -> Iterato
     if plan.is_little and dtypes:
         largest = max(plan.unconverted, key=lambda weight: weight.multiplied)
         yield (
-            f"Little will run in FP8: {plan.share:.0%} of the FLOPs of products with weights. The largest weight that "
+            f"Little will run in FP8: {plan.share:.0%} of the FLOPs of GEMMs with weights. The largest weight that "
             f"no layer reads is {largest.name}: {largest.reason}"
         )
     if on_gpu(device) and dtypes and not plan.refused:

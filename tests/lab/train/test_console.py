@@ -171,7 +171,9 @@ def test_the_loss_of_the_same_weights_without_fp8_is_beside_the_others() -> None
     assert isinstance(finished, Finished) and "without FP8" not in shown([*events, finished], terminal=False)
     summary = {**finished.summary, f"heldout_loss_{HIGH}": 2.01}
     text = shown([*events, replace(finished, summary=summary)], terminal=False)
-    assert "held-out loss         2.0100 nats per token: the same weights without FP8\n" in text
+    lines = text.splitlines()
+    below = lines[next(i for i, line in enumerate(lines) if line.startswith("held-out loss FP8")) + 1]
+    assert below == "  without FP8         2.0100 nats per token, by the same weights"
 
 
 def test_the_next_commands_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util.terminal import Report, quantity, reported
+from octavo._util.terminal import Report, filled, quantity, reported
 from octavo.lab.data.loader import Batch
 from octavo.lab.evaluation.text import EvalText
 from octavo.lab.guard.alarms import percent_above
@@ -116,7 +115,7 @@ class Evaluation:
         return json.dumps(found, indent=1, allow_nan=False)
 
     def __str__(self) -> str:
-        told = ["", textwrap.fill(self.verdict, 80)] if self.verdict else []
+        told = ["", filled(self.verdict, 80)] if self.verdict else []
         return "\n".join([*_about(self), "", *_scores(self.scores), *_differences(self.differences), *told])
 
 
@@ -199,8 +198,11 @@ def _scores(scores: Sequence[Score]) -> Iterator[str]:
         numbers = f"{surprise:>12}{_number(score.bits_per_byte, '.4f'):>14}{100 * score.accuracy:>9.2f} %"
         yield f"{score.computed:<16}{loss:<18}{numbers}"
     yield "\nLosses are in nats per token, ± their standard error over sequences."
-    if {FP8, HIGH} <= {score.computed for score in scores}:
+    computed = {score.computed for score in scores}
+    if {FP8, HIGH} <= computed:
         yield f"{HIGH}: the same weights without FP8."
+    if {BASELINE, QUANTISED} <= computed:
+        yield f"{QUANTISED}: the baseline's weights in the recipe of the run."
 
 
 def _differences(differences: Sequence[LossDifference]) -> Iterator[str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
+from octavo._util.terminal import filled
 from octavo.lab.monitor.gap import fluctuation, judge_gap
 from octavo.lab.monitor.system import versions
 from octavo.lab.train.config import RunConfig
@@ -106,7 +106,7 @@ def final_report(
     for purpose, command in commands:
         console.print(f"  {purpose:<20}{program} {command}", markup=False, soft_wrap=True)
     if said := judge_gap(event.summary).text:
-        console.print(f"\n{textwrap.fill(said, min(console.width, 100))}", style="bold", markup=False, soft_wrap=True)
+        console.print(f"\n{filled(said, min(console.width, 100))}", style="bold", markup=False, soft_wrap=True)
 
 
 def _fluctuation(history: Sequence[Mapping[str, Any]]) -> float:
@@ -121,9 +121,8 @@ def _facts(event: Finished) -> Iterator[tuple[str, str]]:
             surprise = summary[f"perplexity_{model}"]
             told = "infinite" if surprise is None else f"{surprise:.3f}"
             yield f"held-out loss {title}", f"{loss:.4f} nats per token, perplexity {told}"
-    if summary.get(f"heldout_loss_{HIGH}") is not None:
-        same = f"{summary[f'heldout_loss_{HIGH}']:.4f} nats per token: the same weights without FP8"
-        yield "held-out loss", same
+        if model == "fp8" and (same := summary.get(f"heldout_loss_{HIGH}")) is not None:
+            yield "  without FP8", f"{same:.4f} nats per token, by the same weights"
     for task, found in summary.get("tasks", {}).items():
         shown = (
             f"{title} {100 * found[m]:.1f}{within(100 * found[f'{m}_error'], found['samples'], '.1f')} %"
