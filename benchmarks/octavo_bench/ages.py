@@ -34,6 +34,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "memory": (*KERNELS, "src/octavo/lab/memory", "src/octavo/optim"),
     "faults": ("src/octavo/lab/guard",),
     "finetune": (*KERNELS, "src/octavo/lab/train"),
+    "downstream": (*KERNELS, "src/octavo/lab/train", "src/octavo/lab/evaluation"),
     "clients": (*KERNELS, "src/octavo/integrations"),
     "pilot": (*KERNELS, "src/octavo/lab/pilot"),
     "scaling": ("benchmarks/octavo_bench/scaling.py",),
