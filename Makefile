@@ -52,7 +52,8 @@ clients: $(VENV)/installed-dev ## the training loops of others, at pinned versio
 	@$(PIP_INSTALL) setuptools $(TITAN_NEEDS)
 	@$(PIP_INSTALL) --upgrade --no-build-isolation '$(DEEPSPEED)'
 	@$(PIP_INSTALL) --upgrade --no-deps '$(TITAN)' '$(MEGATRON)'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/lab/evaluation/test_tasks.py $(RECORDED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/lab/evaluation/test_tasks.py \
+		tests/bench/test_downstream.py $(RECORDED)
 
 # Each wants other versions than the rest. What they ask for and do not import (an old PyTorch, CUDA) is left out.
 apart: ## NeMo Automodel and Colossal-AI, each in an environment of its own; before a release

@@ -3,7 +3,7 @@
 `make wheel` runs it. With the Python of this script it installs the wheel with all that it needs, trains ten steps, and
 follows the README line by line. Other Pythons that are found byte-compile the wheel and show its help, which needs
 little; OCTAVO_WHEEL_PYTHONS=all trains ten steps with each, which downloads gigabytes. PyTorch is the version that
-`constraints.txt` names, and with all Pythons the newest.
+`constraints.txt` names; with all Pythons the others take the newest, and this one the oldest allowed too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -115,6 +116,13 @@ def ten_steps(environment: Environment, wheel: Path, *constraints: str | Path) -
     return f"ten steps with PyTorch {torch}"
 
 
+def oldest_torch() -> str:
+    """Return the oldest PyTorch that the package allows, as a requirement."""
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (lowest,) = (line for line in metadata["project"]["dependencies"] if line.startswith("torch>="))
+    return lowest.replace(">=", "==") + ".*"
+
+
 def cpu_of_help(environment: Environment) -> float:
     """Return the seconds of CPU of `octavo --help`, the least of all calls until one is fast enough."""
     took: list[float] = []
@@ -206,6 +214,7 @@ def main() -> None:
         wheel = build(home)
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, metadata checked", flush=True)
         found = interpreters()
+        every = os.environ.get("OCTAVO_WHEEL_PYTHONS") == "all"
         for version in VERSIONS:
             if version not in found:
                 print(f"Python {version}: not found here, not tried", flush=True)
@@ -215,7 +224,10 @@ def main() -> None:
                 done = ten_steps(environment, wheel, *CONSTRAINTS)
                 done += f"; help in {cpu_of_help(environment):.2f} s of CPU; "
                 done += Newcomer(environment, wheel).follow((ROOT / "README.md").read_text(encoding="utf-8"))
-            elif os.environ.get("OCTAVO_WHEEL_PYTHONS") == "all":
+                if every:
+                    oldest = Environment(found[version], home / "oldest")
+                    done += f"; {ten_steps(oldest, wheel, oldest_torch())}"
+            elif every:
                 done = ten_steps(environment, wheel)
             else:
                 done = compile_and_help(environment, wheel)

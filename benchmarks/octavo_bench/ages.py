@@ -29,6 +29,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "distributed": (*KERNELS, "src/octavo/distributed"),
     "memory": (*KERNELS, "src/octavo/lab/memory", "src/octavo/optim"),
     "faults": ("src/octavo/lab/guard",),
+    "downstream": (*KERNELS, "src/octavo/lab/train", "src/octavo/lab/evaluation"),
     "clients": (*KERNELS, "src/octavo/integrations"),
     "scaling": ("benchmarks/octavo_bench/scaling.py",),
     "robustness": ("src/octavo",),

@@ -464,6 +464,22 @@ def readme_recipes() -> str:
     return table(("recipe", "what it does"), rows)
 
 
+LOG = README.parent / "docs" / "log" / "experiments.md"
+
+
+def log_index() -> str:
+    """Return a line per entry of the log: its day, and its question as a link."""
+    titles = re.findall(r"^## ((\d{4}-\d\d-\d\d): (.+))$", LOG.read_text(encoding="utf-8"), re.MULTILINE)
+    return table(
+        ("day", "question"), ((day, f"[{asked}](experiments.md#{anchor(title)})") for title, day, asked in titles)
+    )
+
+
+def anchor(title: str) -> str:
+    """Return the anchor of a heading, as the site makes it."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme-plan": readme_plan,
     "readme-recipes": readme_recipes,
@@ -487,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "run-store-system": system_key_table,
     "recipe-keys": recipe_key_table,
     "result-kinds": result_kind_table,
+    "log-index": log_index,
     "verdict": verdict_table,
     "doctor": doctor_table,
     "calibration-columns": column_table,
