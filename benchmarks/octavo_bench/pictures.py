@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from octavo.conversion import Plan
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.train.config import RunConfig
 from octavo.recipes import DEFAULT
-from octavo_bench import ladder, readme, results
+from octavo_bench import ladder, ladder_plots, readme, results
 from octavo_bench.kind import known
 from octavo_bench.results import Row
 
@@ -356,6 +357,10 @@ PICTURES = {
     "hero": Picture(data=hero_data, sources=[HERE], draw=draw_hero),
     "terminal": Picture(data=terminal_data, sources=[], draw=draw_terminal),
     "dashboard": Picture(data=dashboard_data, sources=[*STATIC.glob("*.*"), *VERDICT], draw=draw_dashboard),
+    **{
+        name: Picture(data=data, sources=[], draw=partial(ladder_plots.draw, name))
+        for name, (data, _) in ladder_plots.PLOTS.items()
+    },
 }
 
 
@@ -396,7 +401,8 @@ def command(
     Parameters
     ----------
     only
-        hero, terminal or dashboard, even if current; by default those that are not.
+        hero, terminal, dashboard, parity-ladder, parity-gaps or parity-over-time, even if current; by default those
+        that are not.
     check
         Draw nothing; exit with 1 if a picture is older than its data.
     run
