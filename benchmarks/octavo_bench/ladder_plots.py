@@ -1,14 +1,8 @@
-"""Pictures of the parity ladder: gaps by size, gaps of all arms, and differences over time.
-
-Made from the result files by `octavo bench parity --minutes 0 --plots docs/pictures`. Each SVG contains a digest of its
-figures, so that a test detects one that is older than its data.
-"""
+"""Pictures of the parity ladder, for `pictures`: gaps by size, gaps of all arms, and differences over time."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import re
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -216,51 +210,37 @@ PLOTS: dict[str, tuple[Callable[[Path], Data], Callable[[Any, dict[str, Any]], N
 """Data and drawing of a panel, by file name."""
 
 
-def digest(name: str, directory: Path) -> str:
-    """Return a digest of the figures in a picture."""
-    figures = json.dumps(PLOTS[name][0](directory), sort_keys=True)
-    return hashlib.sha256(figures.encode()).hexdigest()[:16]
-
-
-def draw(directory: Path, out: Path) -> list[Path]:
-    """Draw the pictures for which a directory has results, and return their paths."""
+def draw(name: str, panels: Data, out: Path, run: Path | None = None) -> None:
+    """Draw a picture of some panels as SVG; nothing without any."""
     import matplotlib
 
+    if not panels:
+        return
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
     tones = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")
-    paths = []
-    out.mkdir(parents=True, exist_ok=True)
     # Text as text, not as a path per letter: a third of the bytes, and it can be searched and read out.
     text = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana"], "font.size": 9}
     style: dict[Any, Any] = {"svg.hashsalt": "octavo", **text, **dict.fromkeys(tones, TEXT)}
-    for name, (data, panel_of) in PLOTS.items():
-        panels = data(directory)
-        if not panels:
-            continue
-        columns = min(2, len(panels))
-        rows = -(-len(panels) // columns)
-        with plt.rc_context(style):
-            wanted = [1.3 + 0.22 * len(panel["gaps"]) if "gaps" in panel else 3.0 for panel in panels]
-            heights = [max(wanted[at : at + columns]) for at in range(0, len(panels), columns)]
-            size = 6.2 * columns, sum(heights)
-            figure, grid = plt.subplots(rows, columns, figsize=size, height_ratios=heights, squeeze=False)
-            for axes in grid.flat[len(panels) :]:
-                axes.axis("off")
-            for axes, panel in zip(grid.flat, panels, strict=False):
-                axes.set_title(panel["title"], fontsize=9.5)
-                panel_of(axes, panel)
-                for side in ("top", "right"):
-                    axes.spines[side].set_visible(False)
-            figure.tight_layout()
-            paths.append(out / f"{name}.svg")
-            metadata = {"Date": None, "Description": digest(name, directory)}
-            drawn = io.StringIO()
-            figure.savefig(drawn, format="svg", transparent=True, metadata=metadata)
-            paths[-1].write_text(compact(drawn.getvalue()), encoding="utf-8")
-            plt.close(figure)
-    return paths
+    columns = min(2, len(panels))
+    wanted = [1.3 + 0.22 * len(panel["gaps"]) if "gaps" in panel else 3.0 for panel in panels]
+    heights = [max(wanted[at : at + columns]) for at in range(0, len(panels), columns)]
+    with plt.rc_context(style):
+        size = 6.2 * columns, sum(heights)
+        figure, grid = plt.subplots(len(heights), columns, figsize=size, height_ratios=heights, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.axis("off")
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            axes.set_title(panel["title"], fontsize=9.5)
+            PLOTS[name][1](axes, panel)
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+        figure.tight_layout()
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+        plt.close(figure)
+    (out / f"{name}.svg").write_text(compact(drawn.getvalue()), encoding="utf-8")
 
 
 def compact(svg: str) -> str:

@@ -30,7 +30,7 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.lab.memory.forecast import GIB
 from octavo.lab.models.factory import model_name
-from octavo_bench import bpe_text, ladder, ladder_plots, registered, results, snapshots, spreads
+from octavo_bench import bpe_text, ladder, registered, results, snapshots, spreads
 from octavo_bench.evidence import stored_curve
 from octavo_bench.installed_text import InstalledText, installed_text, tuning_texts
 from octavo_bench.kind import TO_STDOUT, Kind, Output, command_line, known
@@ -134,7 +134,6 @@ def command(
     conditions: str = "half,whole",
     recipes: str = "folded,folded_fast,block,tensorwise,rowwise",
     session: Session = SESSION,
-    plots: Path | None = None,
     output: Output = TO_STDOUT,
 ) -> int:
     """Train pairs of small models, in BF16 and by FP8 recipes, and report the results so far.
@@ -144,7 +143,6 @@ def command(
     Examples:
 
         octavo bench parity --minutes 0
-        octavo bench parity --minutes 0 --plots docs/pictures
         octavo bench parity --sizes 3m --minutes 8 --write benchmarks/results
         octavo bench parity --sizes 1m --conditions half,half+lr4,half+outliers --recipes folded
         octavo bench parity --sizes 1m --recipes folded,folded+wgrad.precision=bf16,folded+policy.memory=low
@@ -166,8 +164,6 @@ def command(
         `policy.`: tensors saved for backward or layers left in BF16; `run.last_share=`: share of the last steps with
         fprop in BF16, or by the recipe of `run.last_recipe=`; `run.disabled=yes`: converted, all layers in BF16;
         `optimizer.states=`: tier of the moments. `*` is both operands of a GEMM: `rotated+fprop.*.rotation=64`.
-    plots
-        Directory for the pictures of all committed results, or of those in `--write` if given; needs matplotlib.
     """
     names = [known("--sizes", name, [*SIZES], "size") for name in sizes.split(",")]
     own_recipes = [] if recipes == "none" else recipes.split(",")
@@ -184,8 +180,6 @@ def command(
             if output.write is not None:
                 save(added, output.write, line, session.device)
     output.say(report([*found, *added]))
-    if plots is not None:
-        output.say("\n".join(f"drawn: {path}" for path in ladder_plots.draw(output.write or COMMITTED, plots)))
     return int(any("error" in row for row in added))
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.train.config import RunConfig
 from octavo.lab.train.control import study_of
 from octavo.recipes import DEFAULT
-from octavo_bench import ladder, readme, results
+from octavo_bench import ladder, ladder_plots, readme, results
 from octavo_bench.kind import known
 from octavo_bench.results import Row
 
@@ -377,6 +378,10 @@ PICTURES = {
     "hero": Picture(data=hero_data, sources=[HERE], draw=draw_hero),
     "terminal": Picture(data=terminal_data, sources=[], draw=draw_terminal),
     "dashboard": Picture(data=dashboard_data, sources=[*STATIC.glob("*.*"), *VERDICT], draw=draw_dashboard),
+    **{
+        name: Picture(data=data, sources=[], draw=partial(ladder_plots.draw, name))
+        for name, (data, _) in ladder_plots.PLOTS.items()
+    },
 }
 
 
@@ -417,7 +422,8 @@ def command(
     Parameters
     ----------
     only
-        hero, terminal or dashboard, even if current; by default those that are not.
+        hero, terminal, dashboard, parity-ladder, parity-gaps or parity-over-time, even if current; by default those
+        that are not.
     check
         Draw nothing; exit with 1 if a picture is older than its data.
     run

@@ -52,25 +52,18 @@ PROFILED_MS = 200
 drops those (pytorch/pytorch#192021): in a short session, all."""
 TRACED = 25
 """Kernels per implementation in a trace."""
-SPEED = (
+COLUMNS = (
     ("implementation", "{implementation}"),
     ("ms", "{ms:.1f}"),
     ("times BF16's speed", "{ratio_to_bf16:.2f}"),
-)
-PARTS = (
+    (f"times {TORCHAO}", "{ratio_to_peer:.2f}"),
     ("GEMM ms", "{gemm_ms:.1f}"),
     ("attention ms", "{attention_ms:.1f}"),
     ("element-wise ms", "{elementwise_ms:.1f}"),
     ("optimizer ms", "{optimizer_ms:.1f}"),
     ("communication ms", "{communication_ms:.1f}"),
     ("idle ms", "{idle_ms:.1f}"),
-)
-PEAK = ("peak GiB", "{peak_gib:.1f}")
-COLUMNS = (
-    *SPEED,
-    (f"times {TORCHAO}", "{ratio_to_peer:.2f}"),
-    *PARTS,
-    PEAK,
+    ("peak GiB", "{peak_gib:.1f}"),
     ("mJ per token", "{mj_per_token:.2f}"),
     ("watts", "{watts:.0f}"),
     ("MHz", "{mhz:,.0f}"),
