@@ -437,20 +437,12 @@ def experts(
         )
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
-    states = tuple(LayerState(stats_buffer_of([layer]), layer.weight_codes) for layer in layers or ())
+    stats = tuple([stats_buffer_of([layer]) for layer in layers or ()]) or (None, None)
+    codes = tuple([layer.weight_codes for layer in layers or ()]) or (None, None)
     result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        *tracked(x, weights, first, second), routing, options, states or (LayerState(), LayerState())
+        *tracked(x, weights, first, second), routing, options, stats, codes
     )
     return result
-
-
-class LayerState(NamedTuple):
-    """Tensors that the layer of a GEMM has besides its weight."""
-
-    stats: Tensor | None = None
-    """Telemetry buffer."""
-    codes: StackCodes | None = None
-    """Codes of the weight, if they are reused."""
 
 
 class Rows(NamedTuple):
@@ -495,9 +487,9 @@ class _Experts(torch.autograd.Function):
         second: Tensor,
         routing: Routing,
         options: ExpertOptions,
-        layers: tuple[LayerState, LayerState],
+        stats: tuple[Tensor | None, Tensor | None],
+        known: tuple[StackCodes | None, StackCodes | None],
     ) -> Tensor:
-        stats, known = [layer.stats for layer in layers], [layer.codes for layer in layers]
         needs_x, _, needs_first, needs_second = needs = ctx.needs_input_grad[:4]
         tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe, needs_first)
         y, saved = forward_rows(
@@ -522,7 +514,7 @@ class _Experts(torch.autograd.Function):
         needs = needs_x, *needs_stacks
         dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 4
 
 
 def quantize_rows(
