@@ -31,7 +31,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.kernels.quant_spec import second_spec, spec_of
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, Origin, StackCodes, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activated, gate_and_up
@@ -527,7 +527,7 @@ def quantize_rows(
         place: as in `Routing`.
         needs_wgrad: whether wgrad will run, which may read a second set of codes.
     """
-    second = second_spec(recipe, "input") if needs_wgrad else None
+    second = recipe.plan.x_second if needs_wgrad else None
     tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input), second)
     sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
     sorted_[place.flatten()] = weights.flatten().float()
