@@ -22,7 +22,6 @@ from octavo.kernels.activation import (
     Factors,
     Targets,
     activate,
-    activation,
     activation_backward,
     activation_backward_plain,
 )
@@ -218,7 +217,7 @@ def _backward_folded(
 
 
 _STREAM, _HIDDEN = (TOKENS, DIM), (TOKENS, FFN)
-_swiglu, _swiglu_and_inputs = partial(activation, "silu"), partial(activate, "silu", keeps_inputs=True)
+_swiglu, _swiglu_and_inputs = partial(activate, "silu"), partial(activate, "silu", keeps_inputs=True)
 _backward_tiles = partial(activation_backward, "silu", targets=Targets(BY_TILE, BY_TILE, BY_TILE))
 
 CASES = (

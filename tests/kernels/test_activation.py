@@ -13,7 +13,6 @@ from octavo.kernels.activation import (
     Targets,
     activate,
     activate_plain,
-    activation,
     activation_backward,
     activation_backward_plain,
 )
@@ -85,7 +84,7 @@ def check(got, expected, target):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_codes_of_h(target, kind, gated):
     dh, gate, up = inputs(gated=gated)
-    check(activation(kind, gate, up, target), exact(kind, dh, gate, up)[0], target)
+    check(activate(kind, gate, up, target).hidden, exact(kind, dh, gate, up)[0], target)
 
 
 @pytest.mark.covering(2)
@@ -130,7 +129,7 @@ def test_plain_gradients(dtype, kind, gated):
 def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated):
     dh, gate, up = inputs(gated=gated)
     gate[3] = 0
-    forward = activation(kind, gate, up, ROW._replace(format=fmt))
+    forward = activate(kind, gate, up, ROW._replace(format=fmt)).hidden
     hidden = COLUMN._replace(format=fmt)
     got = activation_backward(kind, dh, gate, up, Targets(hidden=hidden), Factors(hidden=forward.scale)).hidden
     assert codes_apart(got.codes, forward.t().codes) == (0, 0)
@@ -144,7 +143,7 @@ def test_with_the_forwards_scale_h_has_the_forwards_codes(kind, fmt, gated):
 def test_codes_of_gate_and_up_beside_those_of_h(target, dtype, gated):
     _, gate, up = inputs(gated=gated, dtype=dtype)
     hidden, kept = activate("silu", gate, up, target, keeps_inputs=True)[:2]
-    expected = [activation("silu", gate, up, target)]
+    expected = [activate("silu", gate, up, target).hidden]
     expected += [quantize(x, INPUTS.fmt, INPUTS.tile, INPUTS.scaling) for x in (gate, up) if x is not None]
     for got, want in zip((hidden, *kept), expected, strict=True):
         assert codes_apart(got.codes, want.codes) == (0, 0) and torch.equal(got.scale, want.scale)
@@ -209,7 +208,7 @@ def test_only_what_is_asked_for(wanted):
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_empty_matrices(target, shape):
     dh, gate, up = inputs(*shape)
-    assert activation("silu", gate, up, target).codes.shape == shape
+    assert activate("silu", gate, up, target).hidden.codes.shape == shape
     got = activation_backward("silu", dh, gate, up, Targets(target, target, target))
     assert [x.codes.shape for x in got] == [(shape[0], 2 * shape[1]), (2 * shape[1], shape[0]), shape[::-1]]
     assert [x.scale.shape for x in got] == [target.tile.scale_shape(*x.codes.shape) for x in got]
@@ -222,7 +221,7 @@ def test_empty_matrices(target, shape):
 
 def test_operators_obey_their_schemas_and_shapes():
     dh, gate, up = inputs(6, 8)
-    scale, check = activation("silu", gate, up, ROW).scale, torch.library.opcheck
+    scale, check = activate("silu", gate, up, ROW).hidden.scale, torch.library.opcheck
     forward, backward = contract._activation, contract.activation_backward
     plain, plain_forward = contract.activation_backward_plain, contract.activate_plain
     for second in (up, None):
@@ -244,7 +243,7 @@ def test_compiled_code_calls_them_whole():
     dh, gate, up = inputs(6, 8)
 
     def both(dh, gate, up):
-        h = activation("silu", gate, up, ROW)
+        h = activate("silu", gate, up, ROW).hidden
         got = activation_backward("silu", dh, gate, up, Targets(ROW, None, COLUMN), Factors(None, h.scale, h.scale))
         kept = activate("silu", gate, up, ROW, keeps_inputs=True)[:2][1]
         from_codes = activation_backward("silu", dh, *kept, Targets(ROW, ROW))
@@ -259,15 +258,15 @@ def test_compiled_code_calls_them_whole():
 def test_what_cannot_be_is_refused():
     dh, gate, up = inputs(6, 8)
     with pytest.raises(ConfigError, match=r"unknown activation 'silo'\. Did you mean 'silu'"):
-        activation("silo", gate, up, ROW)
+        activate("silo", gate, up, ROW)
     with pytest.raises(ConfigError, match="up has shape"):
-        activation("silu", gate, up[:, :4], ROW)
+        activate("silu", gate, up[:, :4], ROW)
     with pytest.raises(ConfigError, match="dh has shape"):
         activation_backward_plain("silu", dh[:3], gate, up)
     with pytest.raises(ConfigError, match="must be a matrix"):
-        activation("silu", gate[0], None, ROW)
+        activate("silu", gate[0], None, ROW)
     with pytest.raises(ConfigError, match="rounds to nearest"):
-        activation("silu", gate, up, ROW._replace(rounding="stochastic"))
+        activate("silu", gate, up, ROW._replace(rounding="stochastic"))
     with pytest.raises(ConfigError, match=r"factors.rows must be FP32 \(1, 16\)"):
         activation_backward("silu", dh, gate, up, Targets(), Factors(torch.ones(1, 8)))
     codes = activate("silu", gate, up, ROW, keeps_inputs=True)[:2][1]

@@ -79,9 +79,9 @@ def test_an_accumulator_holds_for_the_products_of_each_expert(recipe, name, monk
 
 def test_slow_takes_the_usual_grouped_kernel_and_forbids_it_to_be_fast(monkeypatch):
     seen = []
-    run = grouped_gemm.__globals__["run_kernel"]
+    run = grouped_gemm.run.__globals__["run_kernel"]
     spy = lambda name, x, operands, *rest: seen.append(operands[6:]) or run(name, x, operands, *rest)  # noqa: E731
-    monkeypatch.setitem(grouped_gemm.__globals__, "run_kernel", spy)
+    monkeypatch.setitem(grouped_gemm.run.__globals__, "run_kernel", spy)
     layer, x, ends = GroupedLinear(1, 64, 32, recipe="folded_fast"), tokens([9], 64), ends_of([9])
     with torch.no_grad():
         layer(x, ends)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import Quantized, Rounding, Scaling, TILE_1x128
-from octavo.recipes import Recipe
 from octavo.recipes.operands import QuantSpec, spec_of
 
 __all__ = [
@@ -19,15 +18,8 @@ __all__ = [
     "empty_scale",
     "laid_out",
     "parse_spec",
-    "second_spec",
     "spec_of",
 ]
-
-
-def second_spec(recipe: Recipe, role: str) -> QuantSpec | None:
-    """Return the target of the second set of codes of `input` or `weight`, or None (`Recipe.second`)."""
-    operand = recipe.second(role)
-    return None if operand is None else spec_of(operand)
 
 
 @cache

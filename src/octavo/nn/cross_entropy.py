@@ -12,14 +12,12 @@ dtype of the GEMM. Reading and writing it is the cost of many small chunks: a fe
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo import kernels
-from octavo._util import config_reader
 from octavo._util.autograd import first_order
 from octavo.errors import ConfigError
 from octavo.kernels.cross_entropy import cross_entropy_
@@ -43,7 +41,7 @@ from octavo.nn.functional import (
 from octavo.nn.lora import has_update
 from octavo.nn.operands import check_dtypes
 from octavo.numerics import Granularity, Quantized, Scaling
-from octavo.recipes import OPERANDS, Recipe, RecipeLike, load, names
+from octavo.recipes import LinearPlan, RecipeLike, load, names, plan_by
 from octavo.tensor import FP8Tensor, implements
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**26}
@@ -103,8 +101,7 @@ def linear_cross_entropy(
     differentiated = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight_VK, bias)]
     if chunk is None:
         chunk = chunk_of(weight_VK.shape[0], dtype, "cuda" if on_gpu(x) else x.device.type)
-    text = recipe if isinstance(recipe, str) and recipe in _PRESETS else _to_text(load(recipe))
-    packed = _Options(text, dtype, ignore_index, float(softcap), float(z_loss), chunk, differentiated)
+    packed = _Options(_plan_key(recipe), dtype, ignore_index, float(softcap), float(z_loss), chunk, differentiated)
     total: Tensor = _LinearCrossEntropy.apply(x_MK, weight_VK, bias, targets_M, packed)  # type: ignore[no-untyped-call]
     if reduction == "sum":
         return total
@@ -164,9 +161,30 @@ def _check(
         raise ConfigError(f"chunk {options.chunk} must be at least 1 and softcap {options.softcap} not negative.")
 
 
+def _plan_key(recipe: RecipeLike) -> str:
+    """Return the key of a recipe's plan.
+
+    Raises:
+        ConfigError: it stores scales from step to step.
+    """
+    if isinstance(recipe, str) and recipe in _PRESETS:
+        return _PRESETS[recipe]
+    loaded = load(recipe)
+    if loaded.has_stored_scales:
+        raise ConfigError(
+            f"recipe '{loaded.name}' keeps scales from step to step, and a loss has no layer to keep them in. Use a "
+            "recipe with current scales, or call the head as a layer."
+        )
+    return loaded.plan.key
+
+
+_PRESETS = {name: preset.plan.key for name in names() if not (preset := load(name)).has_stored_scales}
+"""Keys of the plans of named recipes: Dynamo cannot trace the construction of a recipe."""
+
+
 class _Options(NamedTuple):
-    recipe: str
-    """As written by `_to_text`."""
+    plan: str
+    """`LinearPlan.key`."""
     dtype: torch.dtype
     """Dtype of the GEMMs."""
     ignore_index: int
@@ -218,9 +236,10 @@ class _Gradient(NamedTuple):
 class _Head:
     """The three GEMMs of the head by its recipe, for one chunk after another."""
 
-    def __init__(self, weight_VK: Tensor, recipe: Recipe, dtype: torch.dtype, chunks: int) -> None:
-        self.recipe, self.plan, self.dtype = recipe, recipe.plan, dtype
-        self.weight_VK = weight_VK if recipe.is_fp8 else values(weight_VK, dtype)
+    def __init__(self, weight_VK: Tensor, plan: LinearPlan, dtype: torch.dtype, chunks: int) -> None:
+        self.plan, self.dtype = plan, dtype
+        self._is_fp8 = any(target is not None for target in (plan.x, plan.dy, plan.dy_t))
+        self.weight_VK = weight_VK if self._is_fp8 else values(weight_VK, dtype)
         self.dw_VK: Tensor | None = None
         """Sum over the chunks so far, FP32 or in the dtype of the weight."""
         # The sum of two results is rounded once in their own dtype too: the same bits as in FP32, in half the memory.
@@ -231,7 +250,7 @@ class _Head:
 
     def logits(self, x_MK: Tensor, bias_V: Tensor | None, needs_weight: bool) -> tuple[Tensor, SavedInput]:
         """Return the logits, and x as wgrad reads it."""
-        x_MK = x_MK if self.recipe.is_fp8 else x_MK.to(self.dtype)
+        x_MK = x_MK if self._is_fp8 else x_MK.to(self.dtype)
         x, saved = read_input(InputSource(x_MK), self.plan, self.dtype, needs_weight)
         logits_MV = fprop([x_MK], x, self._w, [self.weight_VK], self.plan, self.dtype)[0]
         return logits_MV if bias_V is None else logits_MV.add_(bias_V.to(self.dtype)), saved
@@ -311,13 +330,13 @@ def _linear_cross_entropy(
         weight: (V, K), or the parts of an FP8 weight.
     """
     weight_VK = weight if isinstance(weight, Tensor) else FP8Tensor(*weight)
-    recipe, dtype, ignore_index, softcap, z_loss, chunk, needed = options
+    key, dtype, ignore_index, softcap, z_loss, chunk, needed = options
     needs_x, needs_weight, needs_bias = needed
     loss_M = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
     dx_MK = _like(x_MK, x_MK) if needs_x else None
     db_V = None if bias_V is None or not needs_bias else torch.zeros_like(bias_V, dtype=torch.float32)
     with torch.no_grad(), torch.autocast(x_MK.device.type, enabled=False):
-        head = _Head(weight_VK, _from_text(recipe), dtype, chunks=-(-x_MK.shape[0] // chunk))
+        head = _Head(weight_VK, plan_by(key), dtype, chunks=-(-x_MK.shape[0] // chunk))
         for start in range(0, x_MK.shape[0], chunk):
             part = slice(start, start + chunk)
             d_MV, x = head.logits(x_MK[part], bias_V, needs_weight)  # d_MV: the logits, until the next line
@@ -337,48 +356,6 @@ def _linear_cross_entropy(
     if needs_weight:
         dw_VK = _like(x_MK, weight_VK).zero_() if head.dw_VK is None else head.dw_VK.to(weight_VK.dtype)
     return loss_M, dx_MK, dw_VK, None if db_V is None or bias_V is None else db_V.to(bias_V.dtype)
-
-
-_GEMM = ("precision", "accumulate")
-_OPERAND = ("format", "granularity", "scaling", "rounding", "rotation", "hadamard")
-
-
-def _to_text(recipe: Recipe) -> str:
-    """Return a recipe as text, for the operator, which takes plain types.
-
-    Raises:
-        ConfigError: it stores scales from step to step.
-    """
-    if recipe.has_stored_scales:
-        raise ConfigError(
-            f"recipe '{recipe.name}' keeps scales from step to step, and a loss has no layer to keep them in. Use a "
-            "recipe with current scales, or call the head as a layer."
-        )
-    words = []
-    for name, operands in OPERANDS.items():
-        gemm = recipe.gemm(name)
-        words += [getattr(gemm, field) for field in _GEMM]
-        words += [str(getattr(getattr(gemm, operand), field)) for operand in operands for field in _OPERAND]
-    return " ".join(words)
-
-
-_PRESETS = frozenset(name for name in names() if not load(name).has_stored_scales)
-"""Recipes that are passed by name."""
-
-
-@cache
-def _from_text(text: str) -> Recipe:
-    """Return the recipe of a text by `_to_text`, or the preset of that name."""
-    if text in _PRESETS:
-        return load(text)
-    words = (int(word) if word.isdecimal() else word for word in text.split())
-    made: dict[str, Any] = {"name": "head"}
-    for name, operands in OPERANDS.items():
-        made[name] = {field: next(words) for field in _GEMM}
-        made[name].update({operand: {field: next(words) for field in _OPERAND} for operand in operands})
-        for operand in operands:
-            made[name][operand]["rotation"] = int(made[name][operand]["rotation"])
-    return config_reader.read(Recipe, made, "recipe")
 
 
 @implements(_linear_cross_entropy.operator)

@@ -31,7 +31,7 @@ from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels.activation import KINDS, Factors, Targets
 from octavo.kernels.experts import Routing, activation_backward, combine, quantize_tokens, route
 from octavo.kernels.grouped import ExpertCodes, Padded, grouped_wgrad, quantize_groups, transpose_groups
-from octavo.kernels.quant_spec import second_spec, spec_of
+from octavo.kernels.quant_spec import spec_of
 from octavo.nn.functional import compute_dtype
 from octavo.nn.grouped import GroupedLinear, Origin, StackCodes, grouped_dgrad_folded, grouped_fprop, quantize_experts
 from octavo.nn.mlp import activated, gate_and_up
@@ -437,20 +437,12 @@ def experts(
         )
     if weights is None:
         weights = torch.ones(routing.place.shape, dtype=torch.float32, device=x.device)
-    states = tuple(LayerState(stats_buffer_of([layer]), layer.weight_codes) for layer in layers or ())
+    stats = tuple([stats_buffer_of([layer]) for layer in layers or ()]) or (None, None)
+    codes = tuple([layer.weight_codes for layer in layers or ()]) or (None, None)
     result: Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
-        *tracked(x, weights, first, second), routing, options, states or (LayerState(), LayerState())
+        *tracked(x, weights, first, second), routing, options, stats, codes
     )
     return result
-
-
-class LayerState(NamedTuple):
-    """Tensors that the layer of a GEMM has besides its weight."""
-
-    stats: Tensor | None = None
-    """Telemetry buffer."""
-    codes: StackCodes | None = None
-    """Codes of the weight, if they are reused."""
 
 
 class Rows(NamedTuple):
@@ -495,9 +487,9 @@ class _Experts(torch.autograd.Function):
         second: Tensor,
         routing: Routing,
         options: ExpertOptions,
-        layers: tuple[LayerState, LayerState],
+        stats: tuple[Tensor | None, Tensor | None],
+        known: tuple[StackCodes | None, StackCodes | None],
     ) -> Tensor:
-        stats, known = [layer.stats for layer in layers], [layer.codes for layer in layers]
         needs_x, _, needs_first, needs_second = needs = ctx.needs_input_grad[:4]
         tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe, needs_first)
         y, saved = forward_rows(
@@ -522,7 +514,7 @@ class _Experts(torch.autograd.Function):
         needs = needs_x, *needs_stacks
         dx, d_weights, *dws = backward_rows(dy, rows, ends, SavedRows.of(saved), ctx.options, needs, ctx.stats)
         found = None if dx is None else combine(dx, place), d_weights[place], *dws
-        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 3
+        return *(None if d is None else d.to(t) for d, t in zip(found, ctx.dtypes, strict=True)), *(None,) * 4
 
 
 def quantize_rows(
@@ -535,7 +527,7 @@ def quantize_rows(
         place: as in `Routing`.
         needs_wgrad: whether wgrad will run, which may read a second set of codes.
     """
-    second = second_spec(recipe, "input") if needs_wgrad else None
+    second = recipe.plan.x_second if needs_wgrad else None
     tokens, rows = quantize_tokens(x, place, spec_of(recipe.fprop.input), second)
     sorted_ = weights.new_empty(place.numel(), dtype=torch.float32)
     sorted_[place.flatten()] = weights.flatten().float()

@@ -564,7 +564,7 @@ def transposed_weight(weight: SavedWeights, plan: LinearPlan, after: Tensor) -> 
     if plan.w_back is Transposed.QUANTIZED:
         return quantize_weights_transposed(weight.weights, plan.w_t)
     if weight.codes is None and weight.scale is not None:
-        return kernels.requantize_transposed(weight.weights, weight.scale, plan.w_rows, after)
+        return kernels.requantize_transposed(weight.weights, weight.scale, plan.w_rows, after, None)
     matrices = weight.quantized(plan)
     parts = [transpose_codes(matrix, plan.w_back is Transposed.FOLDED, after) for matrix in matrices]
     if len(parts) == 1:

@@ -32,7 +32,7 @@ from octavo.kernels.grouped import (
 )
 from octavo.nn import telemetry_experts
 from octavo.nn.adopted import refuse_bare_codes
-from octavo.nn.functional import compute_dtype
+from octavo.nn.functional import SavedInput, SavedWeights, compute_dtype
 from octavo.nn.operands import check_dtypes
 from octavo.nn.switch import Switchable
 from octavo.nn.telemetry_ops import GemmOptions, Source, StatsSlot, stats_buffer_of
@@ -198,14 +198,6 @@ def unsupported_reason(recipe: Recipe) -> str | None:
     return None
 
 
-class SavedOperand(NamedTuple):
-    """An operand as it is saved for a backward GEMM: as values in high precision, or as codes."""
-
-    values: Tensor | None = None
-    codes: Tensor | None = None
-    scale: Tensor | None = None
-
-
 def _reads_fprop(back: Transposed) -> bool:
     """Return whether a backward GEMM reads codes that fprop's pass made. Compilers of PyTorch 2.11 trace no `in`."""
     return back is Transposed.CODES or back is Transposed.FOLDED
@@ -222,15 +214,15 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.set_materialize_grads(False)
         if x8 is None:
-            ctx.save_for_backward(ends, *saved, weight, None, None)
+            ctx.save_for_backward(ends, *saved[:3], None, None, weight)
             return grouped_mm(x.to(dtype).contiguous(), weight.to(dtype).mT, ends)
         if codes[0] is None:
             w = quantize_experts(weight, recipe, ctx.needs_input_grad[0])
         else:
             first = ExpertCodes(*codes[:2])
             w = StackCodes(first, first if codes[2] is None else ExpertCodes(*codes[2:]))
-        saved_w = SavedOperand(None, *w.backward) if _reads_fprop(recipe.plan.w_back) else SavedOperand(weight)
-        ctx.save_for_backward(ends, *saved, *saved_w)
+        saved_w = SavedWeights(*w.backward) if _reads_fprop(recipe.plan.w_back) else SavedWeights(weights=[weight])
+        ctx.save_for_backward(ends, *saved[:3], *saved_w.tensors)
         return grouped_fprop(x8, w.forward, ends, recipe, dtype, Origin([x], weight), stats)
 
     @staticmethod
@@ -239,7 +231,7 @@ class _GroupedLinear(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         (ends, *saved), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        x, w = SavedOperand(*saved[:3]), SavedOperand(*saved[3:])
+        x, w = SavedInput(*saved[:3]), SavedWeights.of(saved[3:], ())
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         dy = dy.to(dtype).contiguous()
         fold = w.scale if recipe.plan.w_back is Transposed.FOLDED else None
@@ -251,13 +243,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _read_input(
     x: Tensor, ends: Tensor, recipe: Recipe, dtype: torch.dtype, needs_weight: bool
-) -> tuple[Quantized | None, SavedOperand]:
+) -> tuple[Quantized | None, SavedInput]:
     """Return x as fprop reads it, and as it is saved for wgrad: values, codes by row, or its own, padded."""
     plan = recipe.plan
     rows, reused = plan.x, _reads_fprop(plan.x_back)
     if rows is not None and plan.x_second is not None and needs_weight:
         both = kernels.quantize_rows_twice([x], rows, plan.x_second, keeps_codes=True)
-        return both.first, SavedOperand(codes=both.codes, scale=both.scale)
+        return both.first, SavedInput(codes=both.codes, scale=both.scale)
     columns = plan.x_t if needs_weight and plan.x_back is Transposed.QUANTIZED else None
     x8 = padded = None
     if columns is not None:
@@ -266,12 +258,12 @@ def _read_input(
     if rows is not None and x8 is None:
         x8 = kernels.quantize(x, *rows)
     if not needs_weight:
-        return x8, SavedOperand()
+        return x8, SavedInput()
     if padded is not None:
-        return x8, SavedOperand(None, *padded)
+        return x8, SavedInput(None, *padded)
     if reused and x8 is not None:
-        return x8, SavedOperand(codes=x8.codes, scale=x8.scale)
-    return x8, SavedOperand(x.to(dtype).contiguous())
+        return x8, SavedInput(codes=x8.codes, scale=x8.scale)
+    return x8, SavedInput(x.to(dtype).contiguous())
 
 
 def _read_gradient(
@@ -297,22 +289,20 @@ def _read_gradient(
     return quantize_groups(dy, ends, rows, columns, row_fold, column_fold)
 
 
-def _dgrad(dy: Tensor, g: Quantized | None, w: SavedOperand, fold: Tensor | None, ends: Tensor, ctx: Any) -> Tensor:
+def _dgrad(dy: Tensor, g: Quantized | None, w: SavedWeights, fold: Tensor | None, ends: Tensor, ctx: Any) -> Tensor:
     recipe, dtype, (experts, rows, cols) = ctx.recipe, ctx.dtype, ctx.shape
     if g is None:
-        assert w.values is not None
-        return grouped_mm(dy, w.values.to(dtype), ends)
+        return grouped_mm(dy, w.weights[0].to(dtype), ends)
     source = Source.of([dy], recipe.dgrad.grad_output, fold=fold)
     options = GemmOptions(dtype, recipe.dgrad.accumulate)
     if w.codes is not None:
         return grouped_dgrad_folded(g, w.codes, ends, options, source, ctx.stats)
-    assert w.values is not None
-    stack = kernels.quantize_matrix(w.values.detach().mT.flatten(0, 1), recipe.plan.w_t)
+    stack = kernels.quantize_matrix(w.weights[0].detach().mT.flatten(0, 1), recipe.plan.w_t)
     turned = ExpertCodes(stack.codes.view(experts, cols, rows), stack.scale.view(experts, cols))
     return _grouped_dgrad(g, turned, ends, options, source, ctx.stats)
 
 
-def _wgrad(dy: Tensor, h: Padded | None, x: SavedOperand, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+def _wgrad(dy: Tensor, h: Padded | None, x: SavedInput, ends: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if h is None:
         assert x.values is not None
         return grouped_mm(dy.t(), x.values, ends)

@@ -21,7 +21,7 @@ from octavo._util.terminal import columns
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.kernels import ScaleRef
 from octavo.kernels.patches import unfold
-from octavo.kernels.quant_spec import second_spec, spec_of
+from octavo.kernels.quant_spec import spec_of
 from octavo.kernels.sample import limits
 from octavo.nn.conv import Conv1d, Conv2d, as_images, window_of
 from octavo.nn.fp8_weights import values
@@ -278,7 +278,7 @@ def _reader(recipe: Recipe, role: str, runs: set[str]) -> tuple[str, bool] | Non
 
 def _second(recipe: Recipe, role: str, x: Tensor) -> Quantized | None:
     """Return the second set of codes of `input` or `weight`, if a backward GEMM reads one."""
-    target = second_spec(recipe, role)
+    target = recipe.plan.x_second if role == "input" else recipe.plan.w_second
     return None if target is None else kernels.quantize(x.detach(), *target)
 
 

@@ -179,7 +179,7 @@ def test_every_contract_works_on_a_gpu_that_is_not_the_current_one():
         logits, targets = x.clone(), torch.arange(130, device=device)
         both = kernels.quantize_pair([x], row, row)
         made = [*both[0][:2], *both[1][:2], kernels.transpose(both[0].codes)]
-        made += activation.activation("silu", gate, up, row)[:2]
+        made += activation.activate("silu", gate, up, row).hidden[:2]
         backward = activation.activation_backward("silu", x, gate, up, activation.Targets(row, row, row))
         made += [tensor for quantized in backward for tensor in quantized[:2]]
         made += activation.activation_backward_plain("silu", x, gate, up)

@@ -266,7 +266,7 @@ def test_the_operators_run_in_triton_on_a_gpu():
 
     dh, gate, up = inputs("cuda", 300, 1000)
     with record() as ledger:
-        got = contract.activation("silu", gate, up, ROW)
+        got = contract.activate("silu", gate, up, ROW).hidden
         contract.activation_backward("silu", dh, gate, up, contract.Targets(ROW, ROW, ROW))
         codes = contract.activate("silu", gate, up, ROW, keeps_inputs=True).inputs
         contract.activation_backward("silu", dh, *codes, contract.Targets(ROW, ROW, ROW))

@@ -80,20 +80,6 @@ class Factors(NamedTuple):
     where the forward value was at the end of the format's range."""
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, target: QuantSpec) -> Quantized:
-    """Return the codes of h (M, F), contiguous.
-
-    Args:
-        kind: one of `KINDS`.
-        gate: (M, F), BF16, FP16 or FP32; rows need not be adjacent in memory.
-        up: as gate, or None.
-
-    Raises:
-        ConfigError: unknown kind, mismatched shapes, or stochastic rounding.
-    """
-    return activate(kind, gate, up, target).hidden
-
-
 def activate(
     kind: str,
     gate: Tensor,
@@ -103,13 +89,19 @@ def activate(
     keeps_inputs: bool = False,
     second: QuantSpec | None = None,
 ) -> Activated:
-    """Return the codes of h, as `activation` does, and what backward reads, from one read.
+    """Return the codes of h (M, F), and what backward reads, from one read.
 
-    Codes are contiguous; scales have the layout of `quant_spec.empty_scale`. Errors as for `activation`.
+    Codes are contiguous; scales have the layout of `quant_spec.empty_scale`.
 
     Args:
+        kind: one of `KINDS`.
+        gate: (M, F), BF16, FP16 or FP32; rows need not be adjacent in memory.
+        up: as gate, or None.
         keeps_inputs: also quantise gate and up to `INPUTS`.
         second: target of a second set of codes of h by row, of which the scales are returned.
+
+    Raises:
+        ConfigError: unknown kind, mismatched shapes, or stochastic rounding.
     """
     _check(kind, gate=gate, up=up)
     _check_rounding(target, second)

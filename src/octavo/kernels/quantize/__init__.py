@@ -166,27 +166,6 @@ def quantize_normed(
     return _quantize_normed(x.detach(), norm, target, second)
 
 
-def requantize_transposed(
-    weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None = None
-) -> Quantized:
-    """Quantise a stack of weights for dgrad of a folded recipe: transposed, with scale 1 per row.
-
-    Codes equal those of `quantize_stack(weights, target)`, transposed, without an amax pass and without saving codes.
-
-    Args:
-        weights: (N_i, K), FP32, BF16 or FP16, unchanged since `quantize_stack`.
-        scale: scales of the stack, FP32 (sum of N_i, 1), powers of two.
-        target: one scale per row.
-        after: the other operand of the product, as for `octavo.kernels.transpose`.
-        norm: RMS norm of a single matrix; codes then equal those of `quantize_normed`.
-
-    Returns:
-        Codes (K, sum of N_i).
-    """
-    made = _requantize_transposed([weight.detach() for weight in weights], scale, target, after, norm)
-    return Quantized(made.codes, made.scale, PER_ROW)
-
-
 def _transposed_fake(x: Tensor, target: QuantSpec, _after: Tensor) -> Quantized:
     return empty(target, x.shape[1], x.shape[0], x.device)
 
@@ -263,9 +242,24 @@ def _requantized_fake(weights: Sequence[Tensor], scale: Tensor, target: QuantSpe
     results=lambda _weights, _scale, target, *_: [target],
     in_graph=lambda weights, *_: runs_triton(weights[0]),
 )
-def _requantize_transposed(
-    weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None
+def requantize_transposed(
+    weights: Sequence[Tensor], scale: Tensor, target: QuantSpec, after: Tensor, norm: Norm | None = None
 ) -> Quantized:
+    """Quantise a stack of weights for dgrad of a folded recipe: transposed, with scale 1 per row.
+
+    Codes equal those of `quantize_stack(weights, target)`, transposed, without an amax pass and without saving codes.
+
+    Args:
+        weights: (N_i, K), FP32, BF16 or FP16, unchanged since `quantize_stack`.
+        scale: scales of the stack, FP32 (sum of N_i, 1), powers of two.
+        target: one scale per row.
+        after: the other operand of the product, as for `octavo.kernels.transpose`.
+        norm: RMS norm of a single matrix; codes then equal those of `quantize_normed`.
+
+    Returns:
+        Codes (K, sum of N_i).
+    """
+    weights = [weight.detach() for weight in weights]
     arguments, x = (weights, scale, target, after, norm), scale if weights[0].shape[1] else weights[0]
     made: Quantized = run_kernel("quantize.requantize_transposed", x, arguments, "quantize", triton="triton_weights")
     return made
