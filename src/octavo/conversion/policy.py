@@ -75,9 +75,9 @@ class Policy:
     """Whether `nn.Conv1d` and `nn.Conv2d` are converted, 1x1 and larger ones."""
     fuse: Fusions = True
     """Whether layers that share an input, MLPs and norms are computed together if they are recognised. `all`: also what
-    no layer in FP8 reads or contains, in a model in BF16 too: other norms, the rotary embedding of q and k, and the
-    activation of MLPs in BF16. These gain in eager mode on a GPU, and have no second derivative there; compiled code
-    computes as without."""
+    no layer in FP8 reads or contains, in a model in BF16 too: other norms, residual sums, the rotary embedding of q
+    and k, and the activation of MLPs in BF16. These gain in eager mode on a GPU, and have no second derivative there;
+    compiled code computes as without."""
     memory: Literal["exact", "low"] = "exact"
     """Tensors that layers save for backward. `exact`: none twice, and FP8 codes where they change no gradient. `low`:
     FP8 wherever possible, as with the next three options at `fp8` (`saved`)."""

@@ -91,7 +91,8 @@ def norms_of_stream(module: nn.Module, norms: Sequence[str]) -> tuple[str, ...]:
     if not others or len(others) > _MOST_CHILDREN:
         return ()
     with as_written():
-        for are_tuples in itertools.product((False, True), repeat=len(others)):
+        # Tuples first: a forward takes the first row of a tensor, too, where it expects the first of two results.
+        for are_tuples in itertools.product((True, False), repeat=len(others)):
             kinds: dict[str, type[Any]] = dict.fromkeys(norms, _Normalises)
             kinds |= {name: _InTuple if each else _Part for name, each in zip(others, are_tuples, strict=True)}
             if (found := _tried(module, forward, kinds)) is not None:
@@ -104,7 +105,7 @@ _ASKS_FOR_TYPE = frozenset(("is_tensor", "Tensor", "type", "id"))
 _MOST_CHILDREN = 4
 """Children besides norms, whose results may be tensors or tuples."""
 _SHAPE = 5, 3, 8
-"""Of the stream; it is unpacked neither as two results nor as three."""
+"""Of the stream: it cannot be unpacked as two or three results."""
 
 
 def _mixed(kind: type[Any]) -> Any:

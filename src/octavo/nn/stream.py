@@ -48,9 +48,8 @@ class Stream:
 
     def plus(self, other: Any) -> Any:
         """Return the sum with a tensor of the same shape as a stream; that with anything else as PyTorch does."""
-        if self._addend is None and isinstance(other, Tensor) and _is_alike(self._x, other):
-            return Stream(self._x, other)
-        return self.tensor() + settled(other)
+        x = self.tensor()
+        return Stream(x, other) if isinstance(other, Tensor) and _is_alike(x, other) else x + settled(other)
 
     __add__ = __radd__ = plus
 

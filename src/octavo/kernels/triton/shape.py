@@ -62,6 +62,9 @@ class Rows(NamedTuple):
         return {"ROWS": height, "SIZE": size, "EVEN": cols == size and rows % height == 0, "num_warps": warps}
 
 
-def row_warps(size: int) -> int:
-    """Return the warps of a program that holds a row of `size` elements: one per 1024, 1 to 16."""
-    return min(max(size // 1024, 1), 16)
+def row_warps(size: int, rotation: int = 1) -> int:
+    """Return the warps of a program that holds a row of `size` elements: one per 1024, 1 to 16.
+
+    One per 2048 if the row is rotated by blocks of 256 (`codes.row_columns`).
+    """
+    return min(max(size // (2048 if rotation == 256 else 1024), 1), 16)
