@@ -39,6 +39,7 @@ import judged  # noqa: F401  before octavo.conversion
 import pytest
 import torch
 import torch.distributed as dist
+import unmeasured  # noqa: F401  before torch._dynamo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -54,7 +55,7 @@ IMPORTED += [
     "octavo.lab.cli.train",
     "octavo.lab.train.run",
 ]
-IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest", "warm"]
+IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest", "unmeasured", "warm"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 

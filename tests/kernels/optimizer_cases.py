@@ -11,7 +11,7 @@ from octavo.kernels.storage.reference import to_groups
 from octavo.optim.states import TIERS, state_tensors
 
 FP8 = torch.float8_e4m3fn
-EVEN, RAGGED = ((8, 256), (3, 128)), ((7, 100), (3, 303), (1, 5))
+EVEN, RAGGED = ((4, 256), (3, 128)), ((5, 100), (2, 303), (1, 5))
 KINDS = {
     "fp32": ("fp32", torch.float32),
     "fp32, bf16 weight": ("fp32", torch.bfloat16),
