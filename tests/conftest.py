@@ -50,6 +50,14 @@ def seeded() -> None:
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unflushed() -> Generator[None]:
+    """Let no checkpoint wait for the disk: what a test writes has to outlive a killed process, not a power failure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture
 def deterministic() -> Generator[None]:
     """Make backward passes deterministic: fused attention sums atomically, in an order that other streams change.

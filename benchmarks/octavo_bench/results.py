@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,11 @@ def load(path: Path) -> Result:
     Raises:
         ConfigError: the file is missing, malformed, has an unknown key or a row that lacks one.
     """
+    return _read(path, path.read_bytes() if path.is_file() else b"")
+
+
+@lru_cache(maxsize=256)  # the tables of all pages read each file a dozen times, and its check takes longest
+def _read(path: Path, _content: bytes) -> Result:
     try:
         return config_reader.read(Result, config_reader.read_file(path), str(path))
     except ConfigError as error:

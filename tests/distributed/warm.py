@@ -1,6 +1,11 @@
-"""Judge the models that most ranks train (`judged.py`) once: in the process that ranks are forked from."""
+"""Judge the models that most ranks train (`judged.py`) once: in the process that ranks are forked from.
+
+Ranks do not wait for the disk either (`unflushed` of tests/conftest.py).
+"""
 
 from __future__ import annotations
+
+import os
 
 import judged  # noqa: F401  before octavo.conversion
 import torch
@@ -9,6 +14,7 @@ from sharded import llama
 import octavo
 from octavo.lab.models import ModelConfig, build
 
+os.fsync = lambda _: None
 torch.set_num_threads(1)  # threads survive no fork
 llama()
 for architecture in ("llama", "moe"):  # of the preset `tiny`

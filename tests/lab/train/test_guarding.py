@@ -111,11 +111,15 @@ SETTINGS = {
         "run": {"weights": "bf16", "recipe": "tensorwise", "last_share": 0.5, "last_recipe": "delayed"},
         "optimizer": {"states": "fp8", "loss_scale": "dynamic"},
     },
-    "all fp8": {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
-    "muon": {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
+    "all fp8": {"run": {"weights": "fp8", "baseline": False}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
+    "muon": {"optimizer": {"name": "muon"}, "run": {"accumulate": 2, "baseline": False}},
     "last recipe": {"run": {"last_share": 0.4}},  # it goes back from the last recipe to its own
     "scales end": {"run": {"recipe": "delayed", "last_share": 0.4}},
-    "moe": {"model": {"architecture": "moe"}, "run": {"recipe": "delayed"}, "guard": {"shadow_every": 2}},
+    "moe": {
+        "model": {"architecture": "moe"},
+        "run": {"recipe": "delayed", "baseline": False},
+        "guard": {"shadow_every": 2},
+    },
     "plateau": {
         "optimizer": {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0},
         "run": {"eval_every": 3},
