@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from user_modules import Attention
 
-from octavo.conversion import Policy, convert, disabled, make_plan, mlps, revert
+from octavo.conversion import Policy, convert, disabled, fusion_patterns, make_plan, mlps, revert
 from octavo.conversion.fusion_patterns import FusionPattern
 from octavo.conversion.mlps import find_mlp
+from octavo.conversion.recomputation import recompute
 from octavo.errors import ConfigError, UnsupportedError
 from octavo.lab.models.config import ModelConfig
 from octavo.lab.models.llama import Llama
@@ -173,6 +174,33 @@ def test_all_fusions_take_norms_that_no_fp8_layer_reads(recipe):
     assert (block[0].norm.target is not None) == isinstance(block[0].mlp, FusedMLP) == is_fp8
     revert(block)
     assert not any(isinstance(m, FusedMLP | Norm | Linear) for m in block.modules())
+
+
+def test_all_fusions_take_residual_sums_of_blocks(monkeypatch):
+    model = Llama(ModelConfig(dim=WIDTH, layers=3, heads=2, sequence=8, vocab=32))
+    before, tried = {name: type(module) for name, module in model.named_modules()}, []
+    find = fusion_patterns.norms_of_stream
+    monkeypatch.setattr(fusion_patterns, "norms_of_stream", lambda *each: (tried.append(each), find(*each))[1])
+    assert not any(each.kind == "residual" for each in convert(model, "bf16").structures) and not tried
+    plan = convert(model, "bf16", policy=Policy(fuse="all"))
+    norms = "attention_norm", "ffn_norm"
+    want = [FusionPattern(name=f"layers.{i}", kind="residual", layers=norms) for i in range(3)]
+    assert [each for each in plan.structures if each.kind == "residual"] == want and len(tried) == 1
+    assert "layers.* (3): fused: residual sums and their gradients, with attention_norm and ffn_norm" in str(plan)
+    assert make_plan(model, "bf16", policy=Policy(fuse="all")).structures == plan.structures
+    with disabled(model):
+        assert not any(block.enabled for block in model.layers)
+    assert all(block.enabled for block in model.layers)
+    revert(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_block_that_is_recomputed_keeps_its_sums():
+    model = Llama(ModelConfig(dim=WIDTH, layers=2, heads=2, sequence=8, vocab=32))
+    recomputed = recompute(model)
+    plan = make_plan(model, "bf16", policy=Policy(fuse="all"))
+    assert not any(each.kind == "residual" for each in plan.structures)
+    recomputed.remove()
 
 
 def test_the_input_of_a_norm_that_no_fp8_layer_reads_is_not_kept_in_fp8():

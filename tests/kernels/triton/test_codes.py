@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.numerics import E4M3, E5M2, INT8, rotate, scale_from_amax
+from octavo.numerics import E4M3, E5M2, INT8, scale_from_amax
 
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from octavo.kernels.triton.codes import rotate_row, row_columns, scale_of  # noqa: E402
-from octavo.kernels.triton.shape import next_power_of_2, row_warps  # noqa: E402
+from octavo.kernels.triton.codes import scale_of  # noqa: E402
 
 SIZE = 4096
 RULES = {"float32": 0, "power_of_two": 1, "engine": 2}
@@ -37,19 +36,3 @@ def test_scales_are_the_specifications_bit_for_bit(fmt, rule, device):
     _scales_kernel[(1,)](amax, torch.empty(1, dtype=fmt.dtype, device=device), scale, inverse, RULES[rule], SIZE)
     want, wanted = scale_from_amax(amax, fmt, rule)
     assert torch.equal(scale, want) and torch.equal(inverse, wanted)
-
-
-@triton.jit
-def _rotated_kernel(x_ptr, y_ptr, cols, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    columns = row_columns(SIZE, BLOCK)
-    mask = columns < cols
-    x = tl.load(x_ptr + tl.program_id(0) * cols + columns, mask=mask, other=0.0)
-    tl.store(y_ptr + tl.program_id(0) * cols + columns, rotate_row(x, SIZE, BLOCK), mask=mask)
-
-
-@pytest.mark.parametrize(("block", "cols"), [(256, 256), (256, 768), (256, 2304), (64, 320), (1024, 1024), (-256, 512)])
-def test_rows_in_another_order_are_rotated_bit_for_bit(block, cols, device):
-    x, size = torch.randn(3, cols, device=device), next_power_of_2(cols)
-    y = torch.full_like(x, torch.nan)
-    _rotated_kernel[(3,)](x, y, cols, BLOCK=block, SIZE=size, num_warps=row_warps(size, block), enable_fp_fusion=False)
-    assert torch.equal(y, rotate(x, block))

@@ -40,8 +40,6 @@ from octavo.kernels.triton.codes import (
     load_tile,
     quads,
     rotate,
-    rotate_row,
-    row_columns,
     scale_of,
     search,
     to_codes,
@@ -104,11 +102,11 @@ def activate(
     sources = gate, up, gate.stride(0), 0 if up is None else up.stride(0)
     longest = quantize.LONGEST_WHOLE if target.needs_whole_rows else LONGEST_ROW
     if target.granularity == "row" and cols <= longest:
-        size, block = max(next_power_of_2(cols), SIDE.value), block_for(cols, target.rotation)
+        size = max(next_power_of_2(cols), SIDE.value)
         _forward_rows_kernel[(rows,)](
             *sources, *output.arguments[:2], scale, *kept_memory, rows, cols, **quantize.second_scaling(second),
-            KIND=kind, SCALING=output.scaling, ROTATION=block, SIZE=size,
-            num_warps=row_warps(size, block if inputs is None else 1), enable_fp_fusion=False,
+            KIND=kind, SCALING=output.scaling, ROTATION=block_for(cols, target.rotation), SIZE=size,
+            num_warps=row_warps(size, target.rotation != 0), enable_fp_fusion=False,
         )  # fmt: skip
         return made
     if output.searches:
@@ -329,10 +327,7 @@ def _forward_rows_kernel(
 ):  # fmt: skip
     """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
-    if gate_codes is None:
-        cols = row_columns(SIZE, ROTATION)
-    else:  # in whose order the scales of 128 columns are found
-        cols = tl.arange(0, SIZE)
+    cols = tl.arange(0, SIZE)
     mask = cols < total_c
     gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if gate_codes is not None:
@@ -344,8 +339,7 @@ def _forward_rows_kernel(
             _store_input_row(up, up_codes, up_scale, row, total_r, total_c, SIZE)
         h = h * up
     emit_second_scale(h, second_scale, row, SECOND, E4M3)
-    h = rotate_row(h, SIZE, ROTATION) if gate_codes is None else rotate(h, ROTATION)
-    emit_row(h, codes_ptr, scale_ptr, row, total_c, cols, mask, SCALING)
+    emit_row(rotate(h, ROTATION), codes_ptr, scale_ptr, row, total_c, cols, mask, SCALING)
 
 
 @triton.jit

@@ -21,8 +21,7 @@ from octavo.kernels.triton.codes import (
     integer_scale,
     largest,
     nearest_codes,
-    rotate_row,
-    row_columns,
+    rotate,
     scale_of,
     to_integers,
     without_infinities,
@@ -32,8 +31,6 @@ from octavo.kernels.triton.shape import Rows, Shape, cdiv
 from octavo.numerics import Quantized, block_for
 
 FORWARD = Rows(elements=2048, per_thread=32)
-ROTATED = Rows(elements=2048, per_thread=64)
-"""The same with codes rotated by blocks of 256, as `row_warps` has it."""
 BACKWARD = Rows(elements=2048, per_thread=16)
 STAGES = 2
 """Pipeline stages of the backward's loop over rows."""
@@ -90,17 +87,16 @@ def _forward(
     mean = torch.empty_like(rstd) if centred else None
     quantized, others = (None if spec is None else empty(spec, rows, cols, x.device) for spec in (target, second))
     memory = [tensor for made in (quantized, others) for tensor in (made or (None, None))[:2]]
-    block = 1 if target is None else block_for(cols, target.rotation)
-    shape = ROTATED if block == 256 else FORWARD
-    height, size = shape.tile(cols)
+    height, size = FORWARD.tile(cols)
     group = size if target is None or target.tile.cols is None else target.tile.cols
+    block = 1 if target is None else block_for(cols, target.rotation)
     _forward_kernel[(cdiv(rows, height),)](
         # Without FMAs y equals the reference's bit for bit, given rstd. But a layer norm is bound by instructions. The
         # specification rounds y before the additions of a rotation.
         x, x.stride(0), addend, 0 if addend is None else addend.stride(0), total, weight, bias, eps, y, *memory,
         mean, rstd, rows, cols,
         SCALING=1 if target is None else target.rule, SECOND=1 if second is None else second.rule, GROUP=group,
-        ROTATION=block, **shape.meta(rows, cols), enable_fp_fusion=centred and block == 1,
+        ROTATION=block, **FORWARD.meta(rows, cols), enable_fp_fusion=centred and block == 1,
     )  # fmt: skip
     return y, quantized, rstd, mean, others
 
@@ -233,7 +229,7 @@ def _forward_kernel(
     ROWS: tl.constexpr, SIZE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows per program."""
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), row_columns(SIZE, ROTATION)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     in_rows, in_cols = inside(rows, total_r, EVEN), inside(cols, total_c, EVEN)
     mask = in_rows[:, None] & in_cols[None, :]
     x = _load(x_ptr, x_stride, rows, cols, mask)
@@ -255,19 +251,7 @@ def _forward_kernel(
     if second_codes is not None:
         _emit(y, second_codes, second_scale, rows, in_rows, cols, mask, total_r, total_c, SECOND, SIZE)
     if codes_ptr is not None:
-        _emit(
-            rotate_row(y, SIZE, ROTATION),
-            codes_ptr,
-            scale_ptr,
-            rows,
-            in_rows,
-            cols,
-            mask,
-            total_r,
-            total_c,
-            SCALING,
-            GROUP,
-        )
+        _emit(rotate(y, ROTATION), codes_ptr, scale_ptr, rows, in_rows, cols, mask, total_r, total_c, SCALING, GROUP)
 
 
 @Kernel

@@ -32,8 +32,7 @@ from octavo.kernels.triton.codes import (
     load_tile,
     mode_of,
     quads,
-    rotate_row,
-    row_columns,
+    rotate,
     search,
 )
 from octavo.kernels.triton.launch import Kernel, as_laid_out
@@ -133,10 +132,11 @@ def _quantize_rows(
 ) -> Quantized:
     rows, cols = x.shape
     out = empty(target, rows, cols, x.device)
-    size, block = next_power_of_2(cols), block_for(cols, target.rotation)
+    size = next_power_of_2(cols)
     ROWS[(rows,)](
         x, x.stride(0), row_factors, fold, out.codes, out.scale, second_scale, cols, **second_scaling(second),
-        SCALING=target.rule, ROTATION=block, SIZE=size, num_warps=row_warps(size, block),
+        SCALING=target.rule, ROTATION=block_for(cols, target.rotation), SIZE=size,
+        num_warps=row_warps(size, target.rotation != 0),
     )  # fmt: skip
     return out
 
@@ -191,7 +191,7 @@ def _rows_kernel(
 ):  # fmt: skip
     """One whole row per program."""
     row = tl.program_id(0).to(tl.int64)
-    columns = row_columns(SIZE, ROTATION)
+    columns = tl.arange(0, SIZE)
     mask = columns < cols
     x = tl.load(x_ptr + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     if factor_ptr is not None:
@@ -199,7 +199,7 @@ def _rows_kernel(
     if fold_ptr is not None:
         x = x * tl.load(fold_ptr + columns, mask=mask, other=1.0).to(tl.float32)
     emit_second_scale(x, second_scale, row, SECOND, E4M3)
-    emit_row(rotate_row(x, SIZE, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
+    emit_row(rotate(x, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
 
 
 @triton.jit

@@ -24,8 +24,7 @@ from octavo.kernels.triton.codes import (
     load_tile,
     pack,
     quads,
-    rotate_row,
-    row_columns,
+    rotate,
     scale_of,
     store_words,
     to_codes,
@@ -74,10 +73,11 @@ def quantize_rows_of(
     out = empty(target, ends[-1], cols, weights[0].device)
     made = None if second is None else empty(second, ends[-1], cols, weights[0].device)
     codes, scale = (None, None) if made is None else (made.codes if keeps_codes else None, made.scale)
-    size, block = next_power_of_2(cols), block_for(cols, target.rotation)
+    size = next_power_of_2(cols)
     _stack_kernel[(ends[-1],)](
         *_stack_arguments(weights, ends), out.codes, out.scale, codes, scale, cols,
-        SCALING=target.rule, ROTATION=block, **second_scaling(second), SIZE=size, num_warps=row_warps(size, block),
+        SCALING=target.rule, ROTATION=block_for(cols, target.rotation), **second_scaling(second),
+        SIZE=size, num_warps=row_warps(size, target.rotation != 0),
     )  # fmt: skip
     return out, codes, out.scale if scale is None else scale
 
@@ -166,7 +166,7 @@ def _stack_kernel(
 ):  # fmt: skip
     """One row per program, from the matrix that it belongs to; to two sets of codes, or the scales of the second."""
     row = tl.program_id(0).to(tl.int64)
-    columns = row_columns(SIZE, ROTATION)
+    columns = tl.arange(0, SIZE)
     mask = columns < cols
     if second is None:
         x = _load_row(first, first_stride, row, columns, mask)
@@ -186,7 +186,7 @@ def _stack_kernel(
         emit_row(x, second_codes, second_scale, row, cols, columns, mask, SECOND)
     else:
         emit_second_scale(x, second_scale, row, SECOND, E4M3)
-    emit_row(rotate_row(x, SIZE, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
+    emit_row(rotate(x, ROTATION), codes_ptr, scale_ptr, row, cols, columns, mask, SCALING)
 
 
 @triton.jit

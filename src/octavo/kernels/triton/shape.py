@@ -62,9 +62,9 @@ class Rows(NamedTuple):
         return {"ROWS": height, "SIZE": size, "EVEN": cols == size and rows % height == 0, "num_warps": warps}
 
 
-def row_warps(size: int, rotation: int = 1) -> int:
+def row_warps(size: int, is_rotated: bool = False) -> int:
     """Return the warps of a program that holds a row of `size` elements: one per 1024, 1 to 16.
 
-    One per 2048 if the row is rotated by blocks of 256 (`codes.row_columns`).
+    One per 2048 of a rotated row of up to 8192: a warp has the same overhead for twice as many elements.
     """
-    return min(max(size // (2048 if rotation == 256 else 1024), 1), 16)
+    return min(max(size // (2048 if is_rotated and size <= 8192 else 1024), 1), 16)
