@@ -203,7 +203,7 @@ class _ParallelExperts(torch.autograd.Function):
         rows = Quantized(codes, here.scale[to_token], PER_ROW)
         sorted_ = sorted_[to_token]
         y, saved = forward_rows(
-            rows, sorted_, (first, second), ends, options, (here.codes, to_token), (trains,) * 3, stats
+            (rows, sorted_), (first, second), ends, options, (here.codes, to_token), (trains,) * 3, stats
         )
         ctx.save_for_backward(*tokens[:2], sorted_, *sent[:2], to_token, to_row, ends, *saved.tensors)
         ctx.options, ctx.stats, ctx.exchange, ctx.sizes = options, stats, exchange, sizes

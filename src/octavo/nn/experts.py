@@ -479,21 +479,12 @@ class SavedRows(NamedTuple):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        first: Tensor,
-        second: Tensor,
-        routing: Routing,
-        options: ExpertOptions,
-        stats: tuple[Tensor | None, Tensor | None],
-        known: tuple[StackCodes | None, StackCodes | None],
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, weights, first, second, routing, options, stats, known = inputs
         needs_x, _, needs_first, needs_second = needs = ctx.needs_input_grad[:4]
         tokens, rows, sorted_ = quantize_rows(x, weights, routing.place, options.recipe, needs_first)
         y, saved = forward_rows(
-            rows, sorted_, (first, second), routing.ends, options, (x, routing.source),
+            (rows, sorted_), (first, second), routing.ends, options, (x, routing.source),
             (needs_x, any(needs), needs_second), stats, known,
         )  # fmt: skip
         ctx.save_for_backward(*tokens[:2], sorted_, *routing, *saved.tensors)
@@ -535,24 +526,24 @@ def quantize_rows(
 
 
 def forward_rows(
-    rows: Quantized, weights: Tensor, stacks: tuple[Tensor, Tensor], ends: Tensor, options: ExpertOptions,
+    rows: tuple[Quantized, Tensor], stacks: tuple[Tensor, Tensor], ends: Tensor, options: ExpertOptions,
     origin: tuple[Tensor, Tensor], needs: tuple[bool, bool, bool], stats: Sequence[Tensor | None],
     known: Sequence[StackCodes | None] = (None, None),
 ) -> tuple[Tensor, SavedRows]:  # fmt: skip
     """Return the weighted results (R, D) of sorted rows (R, D), and what backward reads of them.
 
     Args:
-        weights: FP32 (R,).
+        rows: the rows, and their weights, FP32 (R,).
         origin: the tokens, and the token of each row, for telemetry.
         needs: whether dgrad of gate and up, dgrad of down, and wgrad of down will run.
         stats: telemetry buffer of either GEMM.
         known: codes of either stack, if they are reused.
     """
-    kind, recipe, dtype, keeps_codes = options
+    (x, weights), (kind, recipe, dtype, keeps_codes) = rows, options
     first, second = (
         codes or quantize_experts(w, recipe, needed) for codes, w, needed in zip(known, stacks, needs[:2], strict=True)
     )
-    before = grouped_fprop(rows, first.forward, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
+    before = grouped_fprop(x, first.forward, ends, recipe, dtype, Origin(origin, stacks[0], ROWS), stats[0])
     middle = _halves(before, second.forward.codes.shape[2])
     hidden, inputs, hidden_scale = activated(kind, middle, recipe.plan, keeps_codes, needs[2])
     y = grouped_fprop(hidden, second.forward, ends, recipe, dtype, Origin(middle, stacks[1], kind), stats[1], weights)

@@ -61,8 +61,8 @@ def operation(
             operations composed of others and those that prepare the arguments of their kernel.
         unsupported: returns why the Triton kernel does not support these arguments, or None. Called where Triton runs.
         ledger: name in the ledger's fallbacks, or a function that returns it; default that of the operator.
-        results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), a named tuple of tensors (its
-            type), or none (False, None). Required if a result may be absent or is a structure.
+        results: kind of each result: a tensor (True), codes and scales (`QuantSpec`), a named tuple of two tensors
+            (its type), or none (False, None). Required if a result may be absent or is a structure.
         in_graph: returns whether the operation consists only of Triton launches and PyTorch operators, so that a
             compiler may trace it.
         tags: of the operator, in addition to `pt2_compliant_tag`.
@@ -205,7 +205,7 @@ class Operation(Generic[P, R]):
             if isinstance(kind, QuantSpec):
                 values.append(Quantized(next(rest), next(rest), kind.tile))
             elif isinstance(kind, type):
-                values.append(kind(*[next(rest) for _ in kind._fields]))  # type: ignore[attr-defined]
+                values.append(kind(next(rest), next(rest)))
             else:
                 values.append(next(rest) if kind else None)
         return self._structure(*values)

@@ -93,7 +93,7 @@ class ConsoleFile:
         return self._file.read()
 
     def _replace(self, path: Path, content: bytes) -> None:
-        """Write the file at `path` anew, and go on there."""
+        """Replace the file at `path`, and go on there."""
         unfinished = path.with_name(f".writing-{path.name}")
         unfinished.write_bytes(content)
         unfinished.replace(path)
