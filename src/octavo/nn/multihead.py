@@ -99,7 +99,7 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         return y if is_batched else y.squeeze(batch), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return q, k and v, (..., E) each: one set of GEMMs for neighbours that are the same tensor."""
+        """Return q, k and v, (..., H, D) each: one set of GEMMs for neighbours that are the same tensor."""
         inputs: list[tuple[Tensor, int]] = []
         for x in (query, key, value):
             if inputs and inputs[-1][0] is x:
@@ -115,7 +115,11 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         for x, count in inputs:
             end = at + (1 if is_packed else count)
             projected = self._multiply(x, weights[at:end], biases[at:end])
-            found += projected[0].chunk(count, dim=-1) if is_packed else projected
+            heads = self.num_heads, self.head_dim
+            if is_packed:  # one view and its parts: few operators, whose gradients are put together by one
+                found += projected[0].unflatten(-1, (count, *heads)).unbind(-3)
+            else:
+                found += [y.unflatten(-1, heads) for y in projected]
             at = end
         return found
 
@@ -126,8 +130,7 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         return linears(x, weights, biases, quantizer, attached_input(x, self.recipe))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return a projection, (N, L, E) or (L, N, E), as (N, H, L, D)."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        """Return a projection, (N, L, H, D) or (L, N, H, D), as (N, H, L, D)."""
         return x.permute(0, 2, 1, 3) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
