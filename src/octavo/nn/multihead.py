@@ -158,15 +158,16 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         tensors = (query, key, value)
         if type(self).parent.forward is not type(self).parent_forward:
             return f"{type(self).parent.__name__}.forward has changed since octavo.convert"
-        if any(each.is_nested for each in tensors):
+        if query.is_nested or key.is_nested or value.is_nested:
             return "its inputs are nested tensors"
-        widths = widths_of(self)
-        if any(x.dim() != query.dim() or x.shape[-1] != width for x, width in zip(tensors, widths, strict=True)):
-            return f"its inputs are {', '.join(str(tuple(each.shape)) for each in tensors)}"
+        for x, width in zip(tensors, widths_of(self), strict=True):  # no generators: they are calls, in each call
+            if x.dim() != query.dim() or x.shape[-1] != width:
+                return f"its inputs are {', '.join([str(tuple(each.shape)) for each in tensors])}"
         batch = 0 if self.batch_first else 1
         is_batched = query.dim() == 3
         size = query.shape[batch] if is_batched else 1
-        length, source = (each.shape[1 - batch if is_batched else 0] for each in (query, key))
+        tokens = 1 - batch if is_batched else 0
+        length, source = query.shape[tokens], key.shape[tokens]
         fits = query.dim() in (2, 3) and key.shape[:-1] == value.shape[:-1]
         fits &= not is_batched or key.shape[batch] == size
         fits &= padding is None or padding.shape == ((size, source) if is_batched else (source,))
@@ -174,7 +175,8 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         if not fits or (is_causal and mask is None):
             return "its shapes or its masks do not fit"
         kinds = [each.dtype for each in (padding, mask) if each is not None]
-        return "" if all(kind is torch.bool or kind.is_floating_point for kind in kinds) else f"a mask is {kinds}"
+        wrong = [kind for kind in kinds if kind is not torch.bool and not kind.is_floating_point]
+        return f"a mask is {kinds}" if wrong else ""
 
 
 def adopt(module: nn.Module, recipe: Recipe) -> None:
