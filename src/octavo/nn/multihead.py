@@ -99,7 +99,7 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         return y if is_batched else y.squeeze(batch), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return q, k and v, (..., E) each: one set of GEMMs for neighbours that are the same tensor."""
+        """Return q, k and v, (..., H, D) each: one set of GEMMs for neighbours that are the same tensor."""
         inputs: list[tuple[Tensor, int]] = []
         for x in (query, key, value):
             if inputs and inputs[-1][0] is x:
@@ -115,7 +115,11 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         for x, count in inputs:
             end = at + (1 if is_packed else count)
             projected = self._multiply(x, weights[at:end], biases[at:end])
-            found += projected[0].chunk(count, dim=-1) if is_packed else projected
+            heads = self.num_heads, self.head_dim
+            if is_packed:  # one view and its parts: few operators, whose gradients are put together by one
+                found += projected[0].unflatten(-1, (count, *heads)).unbind(-3)
+            else:
+                found += [y.unflatten(-1, heads) for y in projected]
             at = end
         return found
 
@@ -126,8 +130,7 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         return linears(x, weights, biases, quantizer, attached_input(x, self.recipe))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return a projection, (N, L, E) or (L, N, E), as (N, H, L, D)."""
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        """Return a projection, (N, L, H, D) or (L, N, H, D), as (N, H, L, D)."""
         return x.permute(0, 2, 1, 3) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -155,15 +158,16 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         tensors = (query, key, value)
         if type(self).parent.forward is not type(self).parent_forward:
             return f"{type(self).parent.__name__}.forward has changed since octavo.convert"
-        if any(each.is_nested for each in tensors):
+        if query.is_nested or key.is_nested or value.is_nested:
             return "its inputs are nested tensors"
-        widths = widths_of(self)
-        if any(x.dim() != query.dim() or x.shape[-1] != width for x, width in zip(tensors, widths, strict=True)):
-            return f"its inputs are {', '.join(str(tuple(each.shape)) for each in tensors)}"
+        for x, width in zip(tensors, widths_of(self), strict=True):  # no generators: they are calls, in each call
+            if x.dim() != query.dim() or x.shape[-1] != width:
+                return f"its inputs are {', '.join([str(tuple(each.shape)) for each in tensors])}"
         batch = 0 if self.batch_first else 1
         is_batched = query.dim() == 3
         size = query.shape[batch] if is_batched else 1
-        length, source = (each.shape[1 - batch if is_batched else 0] for each in (query, key))
+        tokens = 1 - batch if is_batched else 0
+        length, source = query.shape[tokens], key.shape[tokens]
         fits = query.dim() in (2, 3) and key.shape[:-1] == value.shape[:-1]
         fits &= not is_batched or key.shape[batch] == size
         fits &= padding is None or padding.shape == ((size, source) if is_batched else (source,))
@@ -171,7 +175,8 @@ class MultiheadAttention(Adopted, nn.MultiheadAttention):
         if not fits or (is_causal and mask is None):
             return "its shapes or its masks do not fit"
         kinds = [each.dtype for each in (padding, mask) if each is not None]
-        return "" if all(kind is torch.bool or kind.is_floating_point for kind in kinds) else f"a mask is {kinds}"
+        wrong = [kind for kind in kinds if kind is not torch.bool and not kind.is_floating_point]
+        return f"a mask is {kinds}" if wrong else ""
 
 
 def adopt(module: nn.Module, recipe: Recipe) -> None:

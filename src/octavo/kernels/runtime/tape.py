@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -334,9 +333,12 @@ _FAST: dict[Any, Callable[..., Any]] = {
 
 
 def _descriptor(like: Any, base: Tensor | None) -> Any:
-    """Return a descriptor as another, of a tensor of the same shape, strides and alignment."""
-    made = copy(like)
-    made.base = base
+    """Return a descriptor as another, of a tensor of the same shape, strides and alignment.
+
+    Not by `copy`, which takes nine times as long, three times per GEMM.
+    """
+    made = object.__new__(type(like))
+    vars(made).update(vars(like), base=base)
     return made
 
 
