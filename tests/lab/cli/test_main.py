@@ -292,6 +292,7 @@ def test_plan_for_a_gpu_that_is_not_here(octavo: Octavo) -> None:
     assert done.stderr == "" and not any("autocast" in note for note in json.loads(done.stdout)["notes"])
     assert "h200" in octavo("plan", "--preset", "tiny", "--gpu", "a101").stderr
     assert "no FP8 tensor cores" in octavo("plan", "--preset", "tiny", "--gpu", "a100").stdout
+    assert " 2048 x 2048 " in octavo("plan", "--preset", "demo", "--gpu", "h200").stdout  # not the demo of a CPU
     choices = re.search(r"│ --gpu +.*?\[choices: ([^\]]*)\]", octavo("plan", "--help").stdout, re.S)
     assert choices is not None and re.split(r"[\s,|│]+", choices[1].strip(" │\n")) == [*GPUS]
 

@@ -116,7 +116,7 @@ def test_an_element_that_is_struck_is_named(value: float, told: str) -> None:
 def test_a_batch_of_nonsense_is_passed_over() -> None:
     loop, events = make_loop(data=poisoned(lambda x, y: (x, 40 * torch.randn(TOKENS, WIDTH))))
     after = losses(loop)[-1]
-    assert of_cause(events, "data").action == "batch passed over"
+    assert of_cause(events, "data").action == "batch skipped"
     assert after == pytest.approx(undisturbed()[-1], rel=0.05)
 
 
@@ -258,7 +258,7 @@ def test_a_level_that_lasts_is_adopted_and_passes_over_nothing() -> None:
 def test_the_last_batch_may_be_bad() -> None:
     loop, events = make_loop(data=itertools.islice(nonsense({AT}), AT + 1))
     assert [step for step, _ in loop.steps(AT)][-1] == AT
-    assert of_cause(events, "data").action == "batch passed over"
+    assert of_cause(events, "data").action == "batch skipped"
 
 
 @pytest.mark.parametrize("lasts", [False, True])
@@ -266,7 +266,7 @@ def test_bad_batches_with_good_ones_between_are_passed_over_a_few_times(lasts: b
     bad = set(range(AT, 100 if lasts else AT + 5, 2))
     loop, events = make_loop(data=nonsense(bad))
     losses(loop)
-    passed = sum(event.action == "batch passed over" for event in events)
+    passed = sum(event.action == "batch skipped" for event in events)
     assert passed == (LASTING if lasts else 3)
     assert (events[-1].action == "the new level is adopted") == lasts
 
@@ -415,7 +415,7 @@ def nonsense(at: set[int]) -> Iterator[tuple[Tensor, Tensor]]:
 def test_batches_passed_over_stay_so_after_a_rollback() -> None:
     loop, events = make_loop(data=nonsense({AT, AT + 3}), snapshot_every=20)
     losses(loop)
-    assert [event.action for event in events if event.cause == "data"] == ["batch passed over"] * 2
+    assert [event.action for event in events if event.cause == "data"] == ["batch skipped"] * 2
     assert loop.guard.state_dict()["skipped"] == [AT - 1, AT + 2]
     again, _ = make_loop()
     again.guard.load_state_dict(loop.guard.state_dict())
@@ -428,7 +428,7 @@ def test_solved_incidents_do_not_count_toward_giving_up() -> None:
     bad = set(range(AT, AT + 30, 6))
     loop, events = make_loop(data=nonsense(bad), rollbacks=3)
     losses(loop, 60)
-    assert sum(event.action == "batch passed over" for event in events) == len(bad)
+    assert sum(event.action == "batch skipped" for event in events) == len(bad)
     assert not any(event.action == "the new level is adopted" for event in events)
 
 

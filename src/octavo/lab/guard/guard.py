@@ -94,7 +94,7 @@ class Guard(Part[Step]):
         self._incident: Incident | None = None
         """The incident while the run retries; None while it is watched."""
         self._skipped: list[int] = []
-        """Positions of batches that are passed over, also after a rollback."""
+        """Positions of batches that are skipped, also after a rollback."""
         self._unsolved: list[int] = []
         """Steps of the alarms since the run last got past one."""
         self._tried: Counter[str] = Counter()
@@ -422,11 +422,11 @@ class Guard(Part[Step]):
         return evidence
 
     def _is_new_level(self, alarm: Alarm, evidence: Evidence) -> str:
-        """Return why a bad batch is not passed over: others are like it; empty if it is the only one, or not finite."""
+        """Return why a bad batch is not skipped: others are like it; empty if it is the only one, or not finite."""
         if alarm.rule == "nonfinite":
             return ""
         if self._tried["data"] >= LASTING:
-            return f"the {LASTING} batches passed over were followed by others like them"
+            return f"the {LASTING} skipped batches were followed by others like them"
         following = self._run.probe_following(LASTING, fp8=False)
         bad = sum(probe.is_bad(evidence.loss_limit, evidence.gradient_limit) for probe in following)
         return f"{bad} of the next {len(following)} batches are as bad" if 2 * bad > len(following) else ""
@@ -452,7 +452,7 @@ class Guard(Part[Step]):
         text = f"{alarm}: BF16 is no better on this batch, and fine on others: not caused by FP8"
         text += "" if found is None else f"; first non-finite tensor: {found}"
         layer = alarm.layer if found is None else found.layer or alarm.layer
-        self._emit(alarm, text, cause="data", action="batch passed over", layer=layer)
+        self._emit(alarm, text, cause="data", action="batch skipped", layer=layer)
 
     def _blame_model(self, incident: Incident, why: str, layer: str) -> None:
         """Roll back to an older snapshot because of bad weights.

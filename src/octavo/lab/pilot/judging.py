@@ -154,7 +154,7 @@ def _fault(pilot: Pilot, name: str) -> str:
 
 def shown_gap(gap: tuple[float, float]) -> str:
     """Return a gap with its error in words; that of a single step is not known."""
-    return f"{gap[0]:+.2f} ± {gap[1]:.2f} %" if isfinite(gap[1]) else f"{gap[0]:+.2f} % in one step"
+    return f"{gap[0]:+z.2f} ± {gap[1]:.2f} %" if isfinite(gap[1]) else f"{gap[0]:+z.2f} % in one step"
 
 
 def _said_gap(pilot: Pilot, name: str) -> str:

@@ -134,9 +134,9 @@ def heatmap(known: RunCollection, query: Query) -> Answer:
     pool = query.text("pool", ("max", "min")) if query.several("pool") else "max"
     found = opened.heatmap(stat, role, pool=pool, buckets=query.number("buckets", BUCKETS))
     since = int((1 - SHARE) * opened.last_step) + 1
-    newest = opened.heatmap(stat, role, pool=pool, first=since, buckets=1).values
-    arrays = {"values": found.values, "first": found.first, "last": found.last, "newest": newest}
-    return pack(arrays, {"layers": found.layers})
+    late = opened.heatmap(stat, role, pool=pool, first=since, buckets=1).values
+    steps = {"first": found.first, "last": found.last}
+    return pack({"values": found.values, **steps, "newest": late}, {"layers": found.layers})
 
 
 def series(known: RunCollection, query: Query) -> Answer:
