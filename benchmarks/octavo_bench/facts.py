@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import io
 import math
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from math import prod
@@ -33,8 +33,7 @@ from octavo.nn.calibration_file import Calibrated, Provenance, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
-from octavo_bench import api, ladder
-from octavo_bench.kind import kinds
+from octavo_bench import api, ladder, results
 from octavo_bench.passes import (
     Pass,
     Shape,
@@ -46,9 +45,7 @@ from octavo_bench.passes import (
     passes,
     recomputed,
 )
-from octavo_bench.registered import registered_table
 from octavo_bench.render import table
-from octavo_bench.results import failure
 from octavo_bench.support import support_table
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
@@ -172,7 +169,7 @@ def result_kind_table() -> str:
     """Return, for each kind of result, the keys that a row must have."""
     rows = [
         (f"`{name}`", ", ".join(f"`{key}` ({required.__name__})" for key, required in kind.keys.items()))
-        for name, kind in kinds().items()
+        for name, kind in results.schemas().items()
     ]
     return table(("kind", "keys of a row"), rows)
 
@@ -443,15 +440,12 @@ def readme_plan() -> str:
     code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
     if code is None:
         raise ConfigError(f"{README}: has no example that prints a plan.")
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})  # noqa: S102  a file of this repository
-    except Exception as error:
-        raise ConfigError(f"{README}: the example that prints a plan fails: {failure(error)}") from error
+    run = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, encoding="utf-8")
+    if run.returncode:
+        raise ConfigError(f"{README}: the example that prints a plan fails:\n{run.stderr.strip()}")
     shown: list[str] = []
     shapes: set[str] = set()
-    for line in printed.getvalue().rstrip().splitlines():
+    for line in run.stdout.rstrip().splitlines():
         shape = re.search(r"\d+ x \d+ ", line)
         is_left_out = ": fused: " in line or (shape is not None and shape[0] in shapes)
         shapes |= {shape[0]} if shape else set()
@@ -501,6 +495,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity-constants": ladder.constant_table,
     "parity-sizes": ladder.size_table,
     "parity-intervals": ladder.interval_table,
-    "parity-registered": registered_table,
 }
 """Tables by name. To add one, write a function above and a line here."""
