@@ -138,9 +138,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Budget(config.getoption("--budget")))
 
 
-SLOW_FIRST = ("test_docs_in_order", "train/test_parallel", "train/test_combined", "train/test_pipelined", "train")
-SLOW_FIRST += ("distributed", "monitor/dashboard/test_browser", "kernels/triton", "nn", "test_docs", "bench")
-SLOW_FIRST += ("conversion", "cli", "memory", "guard", "kernels", "evaluation", "sensitivity", "pilot", "optim")
+SLOW_FIRST = ("test_docs_in_order", "lab/train/test_parallel", "lab/train/test_combined", "lab/train/test_pipelined")
+SLOW_FIRST += ("lab/monitor/dashboard/test_browser", "lab/cli/test_main", "lab/guard/test_loop", "lab/train")
+SLOW_FIRST += ("distributed", "kernels/triton", "nn", "test_docs", "bench", "conversion", "lab/cli", "lab/memory")
+SLOW_FIRST += ("lab/guard", "kernels", "lab/evaluation", "lab/sensitivity", "lab/pilot", "optim")
 """Paths with the longest tests. They start first, so that all processes finish at about the same time."""
 
 

@@ -41,3 +41,8 @@ def test_only_the_cover_runs_unless_the_rest_is_asked_for(
     own = request.node.originalname
     ran = [item for item in request.session.items if getattr(item, "originalname", None) == own]
     assert len(ran) <= 3 or torch.cuda.is_available() or "slow" in request.config.option.markexpr
+
+
+def test_the_files_that_start_first_exist(choice: ModuleType) -> None:
+    """They moved once, and long files started last: one process was busy for longer than the other."""
+    assert [name for name in choice.SLOW_FIRST if not any(Path(__file__).parent.glob(f"{name}*"))] == []

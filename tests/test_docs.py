@@ -59,7 +59,8 @@ def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "docs"}
     for code in blocks(page, "python"):
-        exec(compile(code, str(page), "exec"), namespace)
+        few = re.sub(r"(num_hidden_layers=)4, (vocab_size=)8192", r"\g<1>1, \g<2>512", code)  # of the same width
+        exec(compile(few, str(page), "exec"), namespace)
 
 
 def test_files_are_accepted() -> None:

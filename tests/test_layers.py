@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -40,22 +40,24 @@ def is_compiled(function: ast.FunctionDef) -> bool:
     return any("jit" in ast.unparse(each) for each in function.decorator_list)
 
 
-def functions_that(is_too: Callable[[ast.FunctionDef], bool]) -> list[str]:
-    return [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+@cache
+def functions() -> dict[str, tuple[int, int]]:
+    """Return parameters and lines of each function of the package."""
+    return {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": (parameters(node), (node.end_lineno or 0) - node.lineno)
         for path in sorted((ROOT / "src").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef) and not is_compiled(node) and is_too(node)
-    ]
+        if isinstance(node, ast.FunctionDef) and not is_compiled(node)
+    }
 
 
 def test_functions_have_at_most_eight_parameters() -> None:
-    found = functions_that(lambda node: parameters(node) > 8)
+    found = [name for name, (count, _) in functions().items() if count > 8]
     assert not found, f"group what belongs together: {found}"
 
 
 def test_functions_have_at_most_sixty_lines() -> None:
-    found = functions_that(lambda node: (node.end_lineno or 0) - node.lineno >= 60)
+    found = [name for name, (_, lines) in functions().items() if lines >= 60]
     assert not found, f"longer than a screen, split them: {found}"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import io
 import math
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from math import prod
@@ -46,7 +46,6 @@ from octavo_bench.passes import (
     recomputed,
 )
 from octavo_bench.render import table
-from octavo_bench.results import failure
 from octavo_bench.support import support_table
 
 FIELD_HEADER = ("key", "type or choices", "default", "meaning")
@@ -441,15 +440,12 @@ def readme_plan() -> str:
     code = re.search(r"^```python\n(.*?\nprint\(octavo\.plan[^\n]*\n)", README.read_text(encoding="utf-8"), re.M | re.S)
     if code is None:
         raise ConfigError(f"{README}: has no example that prints a plan.")
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code[1], str(README), "exec"), {"__name__": "readme"})  # noqa: S102  a file of this repository
-    except Exception as error:
-        raise ConfigError(f"{README}: the example that prints a plan fails: {failure(error)}") from error
+    run = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, encoding="utf-8")
+    if run.returncode:
+        raise ConfigError(f"{README}: the example that prints a plan fails:\n{run.stderr.strip()}")
     shown: list[str] = []
     shapes: set[str] = set()
-    for line in printed.getvalue().rstrip().splitlines():
+    for line in run.stdout.rstrip().splitlines():
         shape = re.search(r"\d+ x \d+ ", line)
         is_left_out = ": fused: " in line or (shape is not None and shape[0] in shapes)
         shapes |= {shape[0]} if shape else set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield fork
 
 
+@pytest.fixture(scope="module")
+def undisturbed(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What stands for `crash._undisturbed`: a run of each mode, once for all tests."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    crash._write_run(place)
+    make = cache(partial(crash._undisturbed, place, server))
+    return lambda _place, _fork, mode="watch": make(mode)
+
+
 @pytest.fixture(autouse=True)
-def one_server(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_server(server: Any, undisturbed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def forks(place: Path) -> Iterator[Any]:
         crash._write_run(place)
         yield server
 
     monkeypatch.setattr(crash, "_forks", forks)
+    monkeypatch.setattr(crash, "_undisturbed", undisturbed)
 
 
 def test_runs_that_were_killed_end_in_the_same_bits() -> None:

@@ -41,7 +41,8 @@ def files(path: Path) -> dict[str, bytes]:
 
 
 def in_background(configure: Configure, name: str = "run", **run: Any) -> RunConfig:
-    config = configure(run={"steps": 4, "checkpoint_every": 1, "checkpoint_write": "background", **run})
+    every = {"steps": 4, "checkpoint_every": 1, "checkpoint_write": "background", "baseline": False}
+    config = configure(run={**every, **run})
     return config.with_run(out=config.run.out.with_name(name))
 
 

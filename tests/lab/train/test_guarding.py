@@ -38,7 +38,7 @@ def backs(keeper: Listener) -> list[int]:
 
 
 def guarded(configure: Configure, out: str, **sections: dict[str, Any]) -> RunConfig:
-    run = {"out": out, "steps": STEPS, "log_every": 1, **sections.pop("run", {})}
+    run = {"out": out, "steps": STEPS, "log_every": 1, "baseline": False, **sections.pop("run", {})}
     guard = {"mode": "act", "snapshot_every": EVERY, "shadow_every": 0, "patience": 1000, **sections.pop("guard", {})}
     return configure(run=run, guard=guard, **sections)
 
@@ -106,18 +106,24 @@ def row_times_1000(run: Struck) -> None:
 
 
 SETTINGS = {
-    "stored scales": {"run": {"recipe": "delayed"}},
+    "stored scales": {"run": {"recipe": "delayed", "baseline": True}},
     "master, states, loss scale, and scales begin": {
-        "run": {"weights": "bf16", "recipe": "tensorwise", "last_share": 0.5, "last_recipe": "delayed"},
+        "run": {
+            "weights": "bf16",
+            "recipe": "tensorwise",
+            "last_share": 0.5,
+            "last_recipe": "delayed",
+            "baseline": True,
+        },
         "optimizer": {"states": "fp8", "loss_scale": "dynamic"},
     },
-    "all fp8": {"run": {"weights": "fp8", "baseline": False}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
-    "muon": {"optimizer": {"name": "muon"}, "run": {"accumulate": 2, "baseline": False}},
+    "all fp8": {"run": {"weights": "fp8"}, "optimizer": {"states": "fp8-min", "gradients": "fp8"}},
+    "muon": {"optimizer": {"name": "muon"}, "run": {"accumulate": 2}},
     "last recipe": {"run": {"last_share": 0.4}},  # it goes back from the last recipe to its own
     "scales end": {"run": {"recipe": "delayed", "last_share": 0.4}},
     "moe": {
         "model": {"architecture": "moe"},
-        "run": {"recipe": "delayed", "baseline": False},
+        "run": {"recipe": "delayed"},
         "guard": {"shadow_every": 2},
     },
     "plateau": {
@@ -182,7 +188,8 @@ def test_a_layer_that_changed_its_recipe_goes_back_with_the_others(configure: Co
         assert run.guard._refinement.up(alarm.layer, alarm)
         row_times_1000(run)
 
-    summary, keeper = carry_out(guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed"}), strike)
+    config = guarded(configure, str(tmp_path / "run"), run={"recipe": "delayed", "baseline": True})
+    summary, keeper = carry_out(config, strike)
     causes = [event.cause for event in keeper.of(GuardEvent) if event.cause]
     assert causes == ["precision", "precision", "transient"]
     plan = RunReader(tmp_path / "run").plan
@@ -291,13 +298,14 @@ def test_a_nan_in_the_baseline_ends_it_and_not_the_run(configure: Configure, tmp
     def strike(run: Struck) -> None:
         run.setup.states[1].model.get_parameter("norm.weight").data.fill_(torch.nan)
 
-    config = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": STEPS - 1})
+    watched = {"checkpoint_every": STEPS - 1, "baseline": True}
+    config = guarded(configure, str(tmp_path / "run"), run=watched)
     summary, keeper = carry_out(config, strike)
     (event,) = [event for event in keeper.of(GuardEvent) if event.rule == "baseline"]
     assert event.step == AT and "goes on without its BF16 baseline" in event.text
     assert summary["heldout_loss_fp8"] > 0 and summary["heldout_loss_bf16"] is None
     assert summary["heldout_loss_fp8"] == heldout(untouched, configure, tmp_path)
-    longer = guarded(configure, str(tmp_path / "run"), run={"checkpoint_every": STEPS - 1, "steps": STEPS + 2})
+    longer = guarded(configure, str(tmp_path / "run"), run={**watched, "steps": STEPS + 2})
     assert train(longer, resume=True)["heldout_loss_bf16"] is None
 
 
@@ -373,7 +381,7 @@ def test_layers_go_back_to_the_rungs_that_they_had_before_the_last_recipe(config
         assert trainer.setup.plan is not None
         return {row.name: row.recipe for row in trainer.setup.plan.layers if row.name.startswith("layers.0")}
 
-    run = {"recipe": "delayed", "last_share": 0.4, "baseline": False}
+    run = {"recipe": "delayed", "last_share": 0.4}
     (tmp_path / "run").mkdir()
     trainer = Trainer(set_up(guarded(configure, str(tmp_path / "run"), run=run)), [])
     for _ in range(6):

@@ -50,7 +50,7 @@ def test_the_store_holds_what_the_metrics_hold(configure: Configure) -> None:
 
 
 def test_a_resumed_run_appends_to_its_checkpoint(configure: Configure) -> None:
-    config = configure(run={"steps": 6, "log_every": 1, "checkpoint_every": 3})
+    config = configure(run={"steps": 6, "log_every": 1, "checkpoint_every": 3, "baseline": False})
     with pytest.raises(KeyboardInterrupt):
         train(config, reporters=[Listener(Saved, step=3)])
     assert RunReader(config.run.out).state() == "interrupted"
@@ -116,7 +116,7 @@ def test_the_tracker_of_a_run(configure: Configure, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(
         __import__("octavo.lab.monitor.trackers", fromlist=["x"]).TRACKERS, "wandb", lambda *_: Tracker()
     )
-    train(configure(run={"steps": 2, "log_every": 1, "tracker": "wandb"}))
+    train(configure(run={"steps": 2, "log_every": 1, "tracker": "wandb", "baseline": False}))
     assert sent[-1] == "finished" and sent[0][0] == 1 and "loss_fp8" in sent[0][1]
     assert all(len(values) <= 20 for _, values in sent[:-1])
 
@@ -126,7 +126,7 @@ def test_the_energy_of_a_run_and_its_cost_are_in_the_summary(
 ) -> None:
     counter = iter(range(0, 10**9, 1800))  # half a watt-hour between two readings
     monkeypatch.setattr(SystemProbe, "sample", lambda probe: {"gpu_energy_joules": float(next(counter))})
-    changes = {"steps": 2, "price_per_kwh": 0.3}
+    changes = {"steps": 2, "price_per_kwh": 0.3, "baseline": False}
     summary = train(configure(run=changes), reporters=[ConsoleReporter(Console(width=120))])
     assert summary["energy_kwh"] >= 5e-4 and summary["energy_kwh"] % 5e-4 == pytest.approx(0, abs=1e-9)
     assert summary["energy_cost"] == pytest.approx(0.3 * summary["energy_kwh"])
@@ -160,7 +160,7 @@ def in_child(action: Callable[[], Any]) -> int:
 def test_records_of_a_run_killed_after_a_checkpoint_are_those_of_one_that_was_not(
     configure: Configure, tmp_path: Path, kind: type, count: int
 ) -> None:
-    run = {"steps": 4, "log_every": 1, "eval_every": 2, "checkpoint_every": 2, "bf16_first_steps": 2}
+    run = {"steps": 4, "log_every": 1, "eval_every": 2, "checkpoint_every": 2, "bf16_first_steps": 2, "baseline": False}
     whole = configure(run={**run, "out": str(tmp_path / "whole")})
     train(whole)
     config = configure(run=run)
@@ -170,7 +170,7 @@ def test_records_of_a_run_killed_after_a_checkpoint_are_those_of_one_that_was_no
 
 
 def test_a_checkpoint_kept_before_records_were_counted_resumes(configure: Configure) -> None:
-    config = configure(run={"steps": 4, "checkpoint_every": 2})
+    config = configure(run={"steps": 4, "checkpoint_every": 2, "baseline": False})
     with pytest.raises(KeyboardInterrupt):
         train(config, reporters=[Listener(Saved)])
     file = config.run.out / "checkpoints/step-000002/state.json"

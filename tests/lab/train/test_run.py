@@ -28,7 +28,7 @@ from octavo.lab.train.setup import set_up
 from octavo.lab.train.train_state import TrainState
 
 Configure = Callable[..., RunConfig]
-EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10}
+EVERY_STEP = {"steps": 6, "log_every": 1, "checkpoint_every": 1, "keep": 10, "baseline": False}
 
 
 def stopped_after(step: int, config: RunConfig) -> Path:
@@ -54,11 +54,12 @@ MOMENT = {"fp8": torch.float8_e4m3fn, "exact": torch.bfloat16, "fp32": torch.flo
 @pytest.mark.parametrize(
     ("run", "optimizer"),
     [
-        *(({"recipe": recipe}, {}) for recipe in ("delayed", "bf16")),
+        ({"recipe": "delayed", "baseline": True}, {}),
+        ({"recipe": "bf16"}, {}),
         *(({}, {"states": states}) for states in ("fp8", "exact")),
-        ({}, {"states": "fp8", "name": "muon", "gradients": "fp8"}),
-        ({"weights": "bf16", "baseline": False}, {"states": "fp32"}),
-        ({"weights": "fp8", "baseline": False}, {"states": "fp8"}),
+        ({"baseline": True}, {"states": "fp8", "name": "muon", "gradients": "fp8"}),
+        ({"weights": "bf16"}, {"states": "fp32"}),
+        ({"weights": "fp8"}, {"states": "fp8"}),
     ],
     ids=str,
 )
@@ -83,7 +84,7 @@ def test_resuming_continues_bit_for_bit(
     same = "heldout_loss_fp8 heldout_loss_bf16 fp8_gemms tokens optimizer_bytes_per_parameter"
     for key in same.split():
         assert resumed[key] == summary[key], key
-    lanes = ["bf16"] if run.get("recipe") == "bf16" else ["fp8"] if "baseline" in run else ["fp8", "bf16"]
+    lanes = ["bf16"] if run.get("recipe") == "bf16" else ["fp8", "bf16"] if "baseline" in run else ["fp8"]
     for name in [*lanes, "random"]:
         a, b = (load_file(c.run.out / "checkpoints/step-000004" / f"{name}.safetensors") for c in (straight, broken))
         assert a.keys() == b.keys()
@@ -286,7 +287,7 @@ def test_the_first_error_of_a_full_disk_is_the_one_that_is_raised(
     monkeypatch.setattr(MetricsFile, "close", full_again)
     listener = Listener(Logged, full, step=2)
     with pytest.raises(RunError, match="no space left for the first time"):
-        train(configure(run={**EVERY_STEP, "baseline": False}), reporters=[listener])
+        train(configure(run=EVERY_STEP), reporters=[listener])
     assert listener.closed == 1
 
 
@@ -338,7 +339,8 @@ def scheduled(out: Path, recipe: str = "folded") -> list[str]:
 
 
 def test_the_first_steps_in_bf16_and_the_last_share_by_another_recipe(configure: Configure) -> None:
-    config = configure(run={**EVERY_STEP, "recipe": "folded", "steps": 8, "bf16_first_steps": 2, "last_share": 0.25})
+    schedule = {"recipe": "folded", "bf16_first_steps": 2, "last_share": 0.25, "baseline": True}
+    config = configure(run={**EVERY_STEP, "steps": 8, **schedule})
     listener = Listener()
     with kernels.record() as ledger:
         train(config, reporters=[listener])
@@ -373,7 +375,7 @@ def test_a_run_whose_whole_schedule_is_the_last_share_is_one_of_that_recipe(
 
 
 def test_a_run_may_be_given_another_end_when_it_resumes(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "baseline": False}
+    run = EVERY_STEP
     straight = configure(run={**run, "last_share": 0.5, "out": str(tmp_path / "straight")})
     train(straight)
     broken = configure(run={**run, "out": str(tmp_path / "broken")})
@@ -409,7 +411,7 @@ def test_a_schedule_of_fp8_says_that_it_does_nothing_in_bf16(configure: Configur
 
 
 def test_a_last_recipe_that_is_the_first_changes_nothing(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "recipe": "delayed", "baseline": False}
+    run = {**EVERY_STEP, "recipe": "delayed"}
     plain, same = (configure(run={**run, "out": str(tmp_path / name)}) for name in ("plain", "same"))
     train(plain)
     train(configure(run={**run, "last_share": 0.5, "last_recipe": "delayed", "out": str(tmp_path / "same")}))
@@ -424,7 +426,7 @@ def test_a_last_recipe_that_cannot_run_is_refused_before_the_first_step(configur
 
 
 def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, tmp_path: Path) -> None:
-    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "last_share": 0.28, "baseline": False, "recipe": "delayed"}
+    run = {**EVERY_STEP, "steps": 7, "bf16_first_steps": 2, "last_share": 0.28, "recipe": "delayed"}
     straight = configure(run={**run, "out": str(tmp_path / "straight")})
     train(straight)
     for stop in (1, 2, 5, 6, 7):  # within BF16, where FP8 begins, where the last recipe does, within, at the end
@@ -440,7 +442,7 @@ def test_a_schedule_resumes_bit_for_bit_wherever_it_stops(configure: Configure, 
 
 def test_on_a_plateau_the_rate_falls_and_a_resumed_run_knows_it(configure: Configure, tmp_path: Path) -> None:
     flat = {"lr_schedule": "plateau", "patience": 1, "lr": 1e-9, "warmup": 0.0, "min_lr": 0.1}
-    run = {**EVERY_STEP, "baseline": False, "eval_every": 1}
+    run = {**EVERY_STEP, "eval_every": 1}
     whole, parts = (configure(optimizer=flat, run={**run, "out": str(tmp_path / name)}) for name in ("whole", "parts"))
     train(whole)
     stopped_after(3, parts)
@@ -503,7 +505,7 @@ CHANGES: list[tuple[Callable[[dict[str, torch.Tensor]], object], str]] = [
 
 
 def test_a_checkpoint_that_is_not_complete_is_refused(configure: Configure) -> None:
-    config = configure(run={**EVERY_STEP, "baseline": False})
+    config = configure(run=EVERY_STEP)
     file = stopped_after(1, config) / "fp8.safetensors"
     written = file.read_bytes()
     for change, message in CHANGES:  # put together by hand, checksums included
