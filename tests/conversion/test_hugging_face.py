@@ -1,6 +1,7 @@
 """Models of Hugging Face: recognised as they are written, trained, compiled, and given back unchanged."""
 
 import copy
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,7 @@ MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, CONFIG),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {**CONFIG, "tie_word_embeddings": True}),
 }
+OTHERS = ("mistral", "qwen2", "qwen3")
 IDS = torch.arange(2 * 24).reshape(2, 24) * 7 % 95 + 1  # no padding
 
 
@@ -52,8 +54,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture
-def model(family: str) -> nn.Module:
+def made(family: str) -> nn.Module:
     config, cls, settings = MODELS[family]
     torch.manual_seed(0)
     model = cls(config(**settings))
@@ -62,6 +63,28 @@ def model(family: str) -> nn.Module:
             if name.endswith("bias") or "norm" in name:
                 p.add_(torch.randn_like(p) * 0.1)
     return model
+
+
+@pytest.fixture
+def model(family: str) -> nn.Module:
+    return made(family)
+
+
+@functools.cache
+def converted_once(family: str) -> nn.Module:
+    model = made(family)
+    convert(model)
+    return model
+
+
+@pytest.fixture
+def converted(family: str) -> nn.Module:
+    """A copy of a model that was converted by default: most of a test's time would be the recognition."""
+    return copy.deepcopy(converted_once(family))
+
+
+llama_alone = pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
+"""What a block of another family adds is tested elsewhere: its recognition and its bits."""
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +160,7 @@ def test_names_and_parameters_stay_and_all_comes_back(model):
     assert torch.equal(loss_of(model), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recipe", ["bf16", "folded"])
 def test_all_fusions_of_a_block_are_found_and_compute_what_it_did(model, family, recipe, monkeypatch):
     monkeypatch.setattr(rotary_attention, "gains_by_kernels", lambda device: True)
@@ -212,8 +236,9 @@ def test_disabled_it_is_the_original(model):
         assert torch.equal(loss_of(model), expected[0]) and same(gradients(model), expected[1])
 
 
-def test_it_trains(model):
-    convert(model)
+@llama_alone
+def test_it_trains(converted):
+    model = converted
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(12):
@@ -232,8 +257,9 @@ def test_in_bf16(model):
     assert all(g.dtype == torch.bfloat16 and bool(g.isfinite().all()) for g in gradients(model).values())
 
 
-def test_its_layers_compile_whole_and_are_one_graph(model):
-    convert(model)
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "llama", "qwen3"])
+def test_its_layers_compile_whole_and_are_one_graph(converted):
+    model = converted
     expected = gradients(model)
     torch._dynamo.utils.counters.clear()
     for layer in model.model.layers:
@@ -244,9 +270,10 @@ def test_its_layers_compile_whole_and_are_one_graph(model):
         assert sqnr_db(expected[name], gradient) > 25, name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(model, reentrant):
-    convert(model)
+def test_gradient_checkpointing(converted, reentrant):
+    model = converted
     expected = gradients(model)
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -263,8 +290,8 @@ def test_generating(model):
         assert torch.equal(model.generate(IDS[:, :6], **settings), expected)
 
 
-def test_saving_and_loading(model, family, tmp_path):
-    convert(model)
+def test_saving_and_loading(converted, family, tmp_path):
+    model = converted
     model.save_pretrained(tmp_path)
     plain = MODELS[family][1].from_pretrained(tmp_path)
     assert not any(isinstance(m, Linear | Norm | FusedMLP) for m in plain.modules())
@@ -274,7 +301,7 @@ def test_saving_and_loading(model, family, tmp_path):
 
 def test_a_copy(model):
     convert(model)
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model)  # as `converted` is one
     expected = gradients(model)
     del model
     gc.collect()
@@ -282,10 +309,9 @@ def test_a_copy(model):
     assert isinstance(twin.model.layers[0].mlp, FusedMLP)
 
 
-def test_inputs_of_activations_in_fp8(model: nn.Module):
-    other = copy.deepcopy(model)
+def test_inputs_of_activations_in_fp8(model: nn.Module, converted: nn.Module):
+    other = converted
     convert(model, policy=Policy(activation_inputs="fp8"))
-    convert(other)
     assert torch.equal(loss_of(model), loss_of(other))
     got, expected = gradients(model), gradients(other)
     assert min(sqnr_db(expected[name], got[name]) for name in got) > 20

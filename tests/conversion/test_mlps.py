@@ -63,6 +63,7 @@ class Plain(Gated):
 # --- MLPs that are ones ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "names",
     [
@@ -80,6 +81,7 @@ def test_names_do_not_matter(names, kind):
     assert find_mlp(Gated(names, ACTIVATIONS[kind])) == MLPRoles(kind, names[:2], names[2])
 
 
+@pytest.mark.covering(1)
 @every_activation
 @pytest.mark.parametrize("names", [("c_fc", "c_proj"), ("up", "down"), ("b", "a")], ids=" ".join)
 def test_without_a_gate(kind, names):

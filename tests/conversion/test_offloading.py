@@ -86,6 +86,7 @@ def seen(monkeypatch):
     return order
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("policy", "recipe"),
     [(None, None), (octavo.Policy(min_gain=0), "rotated"), (FP8, "folded")],

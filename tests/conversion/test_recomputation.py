@@ -72,6 +72,7 @@ def model_of(recipe=None, policy=None) -> nn.Module:
 # --- what it computes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @every_keep
 @pytest.mark.parametrize(
     ("recipe", "policy"),

@@ -1,10 +1,12 @@
-"""Judge the models that most ranks train (`judged.py`) once: in the process that ranks are forked from.
+"""Do once what most ranks begin with: in the process that they are forked from.
 
-Ranks do not wait for the disk either (`unflushed` of tests/conftest.py).
+That is to judge the models that they train (`judged.py`), and to look for garbage among all that is imported. Ranks do
+not wait for the disk either (`unflushed` of tests/conftest.py).
 """
 
 from __future__ import annotations
 
+import gc
 import os
 
 import judged  # noqa: F401  before octavo.conversion
@@ -20,3 +22,6 @@ llama()
 for architecture in ("llama", "moe"):  # of the preset `tiny`
     shape = ModelConfig(architecture=architecture, vocab=96, dim=32, layers=1, heads=2, ffn=64, sequence=32)
     octavo.convert(build(shape, 0), "folded", policy=octavo.Policy(min_gain=0.0))
+gc.collect()
+gc.freeze()  # as in conftest.py: what is here now is never visited again, and its pages stay those of the first process
+gc.set_threshold(10_000, 10, 10)

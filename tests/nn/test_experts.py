@@ -263,12 +263,17 @@ def skipping(tokens, experts, no_expert):
 
 
 SLOTS = list(itertools.product([E, 255, 256, 257], ["folded", "rowwise"], ["eager", "compiled"]))
-COMPILED = [(257, "rowwise", "compiled")]  # product by product; fused as in `test_compiled_code_computes_the_same`
+# Compiled code, too, product by product; fused it is as in `test_compiled_code_computes_the_same`.
+QUICK = [
+    (E, "rowwise", "compiled"),
+    *((n, "folded", "eager") for n in (E, 255, 256, 257)),
+    (257, "rowwise", "eager"),
+]
 
 
 @pytest.mark.parametrize(
     ("experts", "recipe", "run"),
-    [case if case[2] == "eager" or case in COMPILED else pytest.param(*case, marks=pytest.mark.slow) for case in SLOTS],
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in SLOTS],
 )
 def test_a_slot_without_an_expert_adds_nothing_anywhere(experts, recipe, run):
     plain, (x, ids, weights) = Plain(experts), skipping(33, experts, experts)

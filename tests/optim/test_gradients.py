@@ -244,7 +244,22 @@ def test_an_empty_parameter_is_stepped_to_nothing(states, shape):
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def ddp(rank, world, accumulates, settings, own):
+SETTINGS = {"default": {}, "unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+"""With these settings DDP writes gradients back, or not."""
+OWN = {"release": {"release": True}, "gradients": {"gradients": "fp8"}}
+
+
+def under_ddp(rank, world):
+    """Return what comes of each pair of settings, at a first backward and within `accumulating`; and beside DDP."""
+    found = {
+        f"{settings} {own}": [ddp(rank, accumulates, SETTINGS[settings], OWN[own]) for accumulates in (False, True)]
+        for settings in SETTINGS
+        for own in OWN
+    }
+    return {**found, "beside": beside_ddp()}
+
+
+def ddp(rank, accumulates, settings, own):
     """Return the weights after two steps; or what is said when they are refused, and whether weights have changed."""
     net = nn.parallel.DistributedDataParallel(model(), **settings)
     optimizer = AdamW(net.module.named_parameters(), lr=1e-2, **own)
@@ -259,18 +274,22 @@ def ddp(rank, world, accumulates, settings, own):
     return [p.detach() for p in net.parameters()]
 
 
-@pytest.mark.parametrize("own", [{"release": True}, {"gradients": "fp8"}], ids=str)
-@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_gradients_are_not_taken_before_they_are_reduced(settings, own):
-    """With these settings DDP writes gradients back, or not."""
-    for said, is_unchanged in ranks.run(ddp, 2, False, settings, own):
-        assert "before DistributedDataParallel" in said and "accumulating()" in said and next(iter(own)) in said
+@pytest.fixture(scope="module")
+def on_two():
+    return ranks.run(under_ddp, 2)
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_gradients_are_not_taken_before_they_are_reduced(settings, own, on_two):
+    (refused, one), (refused_too, other) = (found[f"{settings} {own}"] for found in on_two)
+    for said, is_unchanged in (refused, refused_too):
+        assert "before DistributedDataParallel" in said and "accumulating()" in said and own in said
         assert is_unchanged
-    one, other = ranks.run(ddp, 2, True, settings, own)
     assert all(torch.equal(p, q) for p, q in zip(one, other, strict=True))
 
 
-def beside_ddp(rank, world):
+def beside_ddp():
     """Parameters that DDP leaves alone, and a model that was wrapped before."""
     wrapped = nn.parallel.DistributedDataParallel(model())
     own, inside = AdamW(model().parameters(), release=True), wrapped.module
@@ -291,8 +310,8 @@ def backward_of(optimizer):
     optimizer.step()
 
 
-def test_ddp_over_other_parameters_is_no_obstacle():
-    assert ranks.run(beside_ddp, 2) == [True, True]
+def test_ddp_over_other_parameters_is_no_obstacle(on_two):
+    assert [found["beside"] for found in on_two] == [True, True]
 
 
 @pytest.mark.parametrize("then", [

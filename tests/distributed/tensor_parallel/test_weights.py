@@ -110,7 +110,7 @@ def stepped(case, rank, mesh):
         AdamW(p.items(), lr=1e-2, states=CASES[case][0], rounding="nearest", keep=keep_none) for p in (own, whole)
     )
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
+    for _ in range(2):
         for name, dim in ((COLUMNS, 0), (ROWS, 1)):
             parameter = model.get_parameter(name)
             gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -146,7 +146,7 @@ def trained(case, mesh, **settings):
     alone = llama(CASES[case][1])
     by_one = AdamW(alone.named_parameters(), lr=1e-2, states=CASES[case][0], keep=keep_none, **settings)
     losses, norms = [], []
-    for number in range(3):
+    for number in range(2):
         losses.append((step(model, optimizer, number), step(alone, by_one, number)))
         norms.append((optimizer.grad_norm.item(), by_one.grad_norm.item()))
     apart = []
