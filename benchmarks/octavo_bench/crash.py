@@ -28,7 +28,12 @@ from typing import Any
 
 import torch
 
-import octavo.distributed.storage  # noqa: F401  before any fork
+# Before any fork: a run would import them each time, a third of its seconds.
+import octavo.distributed.storage
+import octavo.lab.cli.train
+import octavo.lab.train.console
+import octavo.lab.train.export
+import octavo.lab.train.run  # noqa: F401
 from octavo.errors import ConfigError
 from octavo.lab.cli.main import main
 from octavo.lab.monitor.store import RunReader

@@ -54,6 +54,8 @@ IMPORTED += [
     "octavo.optim",
     "octavo.lab.cli.train",
     "octavo.lab.train.run",
+    "octavo.lab.train.console",
+    "octavo.lab.train.export",
 ]
 IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest", "unmeasured", "warm"]
 """What ranks have imported when they begin."""

@@ -280,30 +280,33 @@ def test_a_live_run_is_followed(home: Path, visit: Open) -> None:
     holds(page, "document.querySelector('#state').innerText.includes('finished')")
 
 
-def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(home: Path, visit: Open) -> None:
+def test_a_run_of_200_layers_and_20000_steps_opens_in_two_seconds(
+    home: Path, address: str, visit: Open, open_window: Open
+) -> None:
     synthetic_run(home / "small", layers=7, steps=60)
     synthetic_run(home / "large", layers=200, steps=20_000)
     try:
         for view in ("overview", "layers"):
-            assert opens_in(2.0, visit(f"{view}?run=large")) or any(
-                opens_in(2.2 * seconds_of(visit(f"{view}?run=small")), visit(f"{view}?run=large")) for _ in range(4)
-            )
+            page = visit(f"{view}?run=large")
+            start = time.perf_counter()
+            again(page)
+            is_quick = time.perf_counter() - start < 2.0
+            assert marks(page) > 2
             visit("runs")  # polls the large run no longer
+            assert is_quick or any(opens_like_a_small_one(f"{address}/#/{view}", open_window) for _ in range(4))
     finally:
         shutil.rmtree(home / "large")
 
 
-def opens_in(seconds: float, page: Any) -> bool:
-    """Return whether a page with charts opens in that time. A small run takes 0.9 s where no others use the machine."""
-    taken = seconds_of(page)
-    assert marks(page) > 2
-    return taken < seconds
-
-
-def seconds_of(page: Any) -> float:
-    start = time.perf_counter()
-    again(page)
-    return time.perf_counter() - start
+def opens_like_a_small_one(link: str, open_window: Open) -> bool:
+    """Return whether a new window takes little more time for it: where others use the machine too."""
+    seconds = {}
+    for run in ("small", "large"):
+        start = time.perf_counter()
+        page = open_window(f"{link}?run={run}")
+        seconds[run] = time.perf_counter() - start
+        page.context.close()
+    return seconds["large"] < 1.6 * seconds["small"]
 
 
 def test_what_a_run_says_is_never_read_as_html(home: Path, visit: Open) -> None:
