@@ -33,8 +33,7 @@ from octavo.nn.calibration_file import Calibrated, Provenance, Statistics
 from octavo.numerics import E4M3, E5M2, Format
 from octavo.recipes import Recipe
 from octavo.recipes.spec import MOST_MARGIN
-from octavo_bench import api, ladder
-from octavo_bench.kind import kinds
+from octavo_bench import api, ladder, results
 from octavo_bench.passes import (
     Pass,
     Shape,
@@ -46,7 +45,6 @@ from octavo_bench.passes import (
     passes,
     recomputed,
 )
-from octavo_bench.registered import registered_table
 from octavo_bench.render import table
 from octavo_bench.support import support_table
 
@@ -171,7 +169,7 @@ def result_kind_table() -> str:
     """Return, for each kind of result, the keys that a row must have."""
     rows = [
         (f"`{name}`", ", ".join(f"`{key}` ({required.__name__})" for key, required in kind.keys.items()))
-        for name, kind in kinds().items()
+        for name, kind in results.schemas().items()
     ]
     return table(("kind", "keys of a row"), rows)
 
@@ -514,6 +512,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity-constants": ladder.constant_table,
     "parity-sizes": ladder.size_table,
     "parity-intervals": ladder.interval_table,
-    "parity-registered": registered_table,
 }
 """Tables by name. To add one, write a function above and a line here."""
