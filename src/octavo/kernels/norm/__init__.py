@@ -177,6 +177,8 @@ def normalise_sum(
 ) -> NormedSum:
     """Return x + addend, and the norm of each row of it: the results of `normalise(x + addend, ...)`.
 
+    Of two dtypes, or rows that begin elsewhere, a GPU may add a row up in another order, as it may by the reference.
+
     Args:
         x: as for `normalise`, like the rest.
         addend: (M, D), any of these dtypes.
