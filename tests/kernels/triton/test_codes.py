@@ -25,6 +25,7 @@ def _scales_kernel(
     tl.store(inverse_ptr + at, inverse)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, INT8], ids=lambda fmt: fmt.name)
 def test_scales_are_the_specifications_bit_for_bit(fmt, rule, device):
