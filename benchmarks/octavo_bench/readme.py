@@ -158,8 +158,10 @@ def _several(measured: Measured) -> str:
     own = _fastest_sharded(measured)
     peer = next((row for row in _sharded_rows(measured) if row["implementation"].startswith(TORCHAO)), None)
     beside = f" (torchao {peer['ratio_to_bf16']:.2f})" if peer else ""
-    said = own and f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole {SHARDED}{beside}."
-    return said or ""
+    if own is None:
+        return ""
+    how = f"`{own['implementation'].removeprefix('octavo ')}`{', as a CUDA graph' if 'graph' in own['layout'] else ''}"
+    return f"**{own['ratio_to_bf16']:.2f} times BF16 on {own['ranks']} GPUs**: a whole {SHARDED}, {how}{beside}."
 
 
 def _sharded_rows(measured: Measured) -> list[Row]:

@@ -61,10 +61,10 @@ class LoadedRun:
         changed = f"{text.source} has changed since training: its held-out part may include training text"
         return text, [changed] if before not in ("", now) else []
 
-    def noise(self) -> dict[str, Any]:
-        """Return what the finished run knows of the noise of its gap; empty for an earlier step."""
+    def noise(self, text: EvalText) -> dict[str, Any]:
+        """Return what the finished run knows of the noise of its gap; empty for an earlier step or another text."""
         file = self.checkpoint.run / "summary.json"
-        if self.checkpoint.step != self.config.run.steps or not file.is_file():
+        if not text.is_heldout or self.checkpoint.step != self.config.run.steps or not file.is_file():
             return {}
         return {key: value for key, value in config_reader.read_file(file).items() if key.startswith("gap_")}
 
@@ -154,4 +154,4 @@ def evaluate_run(run: Path, settings: EvalSettings, report: Report = silent) -> 
     recipe = loaded.checkpoint.state["config"]["run"]["recipe"]  # as the run was given it
     model = {"directory": str(run), "step": loaded.checkpoint.step, "recipe": recipe, "weights": loop.weights}
     device = devices.describe(devices.resolve(settings.device))
-    return result.evaluation(model, text, device, found, notes, loaded.noise() if text.is_heldout else {})
+    return result.evaluation(model, text, device, found, notes, loaded.noise(text))

@@ -80,7 +80,8 @@ def evaluate_served(
         "run": None if run is None else str(run),
         "step": None if loaded is None else loaded.checkpoint.step,
     }
-    return evaluation(about, text, devices.describe(device), found, notes)
+    noise = {} if loaded is None else loaded.noise(text)
+    return evaluation(about, text, devices.describe(device), found, notes, noise)
 
 
 def _config(file: Path) -> dict[str, Any]:

@@ -157,8 +157,8 @@ export function smoothLines(name, series, colourName, weight, more = {}) {
 }
 
 // A running median, which keeps jumps and drops spikes, then a running mean. `weight` 0 to 1 sets the window as a share of
-// the points. Windows are centred and shrink toward both ends, so that a curve neither lags nor loses its first and last
-// value. Non-finite values are skipped.
+// the points. Windows are centred. They shrink toward the first point, so that a steep start does not lag, and lose only
+// what is not there yet at the last, so that a curve does not end on the noise of one batch. Non-finite values are skipped.
 export function smoothed(values, weight) {
   const list = Array.from(values);
   const reach = Math.min(Math.round(weight * 0.06 * list.length), 60);
@@ -169,7 +169,7 @@ export function smoothed(values, weight) {
 function running(list, reach, reduced) {
   return list.map((value, index) => {
     if (!Number.isFinite(value)) return null;
-    const own = Math.min(reach, index, list.length - 1 - index);
+    const own = Math.min(reach, index); // slice ends at the last point
     return reduced(list.slice(index - own, index + own + 1).filter(Number.isFinite));
   });
 }
