@@ -5,8 +5,9 @@
 
 A `Stream` stands for a tensor in a block's own forward. A sum of it with a tensor is another stream, which keeps both
 until something reads it: a norm of Octavo's, which adds and normalises in one pass, or anything else, for which they
-are added as PyTorch adds them. Its operators, functions and attributes are those of the tensor, so that code that knows
-nothing of it has the same bits. It is no `Tensor`: code that asks for the type sees a difference.
+are added as PyTorch adds them. Either way it is the sum that was written: with a gradient if it had one there, and of
+tensors that nothing has written to since. Its operators, functions and attributes are those of the tensor, so that code
+that knows nothing of it has the same bits. It is no `Tensor`: code that asks for the type sees a difference.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from octavo.errors import UnsupportedError
 from octavo.kernels.runtime.dispatch import is_plain
 
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
@@ -26,14 +28,23 @@ _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 class Stream:
     """A residual stream (..., D)."""
 
-    __slots__ = ("_addend", "_x")
+    __slots__ = ("_addend", "_mode", "_versions", "_x")
 
     def __init__(self, x: Tensor, addend: Tensor | None = None) -> None:
         self._x, self._addend = x, addend
+        if addend is not None:
+            self._mode, self._versions = _mode(), _versions(x, addend)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
-        """The tensors that it is the sum of; (tensor, None) if it was read, or is no sum."""
+        """The tensors that it is the sum of; (tensor, None) if it was read, or is no sum of this autograd mode.
+
+        Raises:
+            UnsupportedError: one of them was written to after the sum.
+        """
+        if self._addend is not None and self._mode != _mode():
+            return self.tensor(), None
+        self._refuse_writes()
         return self._x, self._addend
 
     def settle(self, x: Tensor) -> None:
@@ -41,10 +52,24 @@ class Stream:
         self._x, self._addend = x, None
 
     def tensor(self) -> Tensor:
-        """Return its value."""
+        """Return its value.
+
+        Raises:
+            UnsupportedError: as for `parts`.
+        """
         if self._addend is not None:
-            self.settle(self._x + self._addend)
+            self._refuse_writes()
+            trains, infers = self._mode
+            with torch.inference_mode(infers), torch.set_grad_enabled(trains):  # as where the sum was written
+                self.settle(self._x + self._addend)
         return self._x
+
+    def _refuse_writes(self) -> None:
+        if self._addend is not None and self._versions != _versions(self._x, self._addend):
+            raise UnsupportedError(
+                f"a block wrote to a tensor {tuple(self._x.shape)} of its residual sum, in place, after the sum and "
+                "before a norm computed it: let the block write to a copy, or convert without fuse='all'."
+            )
 
     def plus(self, other: Any) -> Any:
         """Return the sum with a tensor of the same shape as a stream; that with anything else as PyTorch does."""
@@ -79,6 +104,15 @@ def settled(value: Any) -> Any:
     if isinstance(value, Stream):
         return value.tensor()
     return tree_map(lambda part: part.tensor() if isinstance(part, Stream) else part, value)
+
+
+def _mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _versions(x: Tensor, addend: Tensor) -> list[int]:
+    """Return counters of writes to them; tensors of inference mode have none."""
+    return [each._version for each in (x, addend) if not each.is_inference()]
 
 
 def _is_alike(x: Tensor, other: Tensor) -> bool:
