@@ -28,12 +28,12 @@ _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 class Stream:
     """A residual stream (..., D)."""
 
-    __slots__ = ("_addend", "_mode", "_versions", "_x")
+    __slots__ = ("_addend", "_state", "_x")
 
     def __init__(self, x: Tensor, addend: Tensor | None = None) -> None:
         self._x, self._addend = x, addend
         if addend is not None:
-            self._mode, self._versions = _mode(), _versions(x, addend)
+            self._state = _state(x, addend)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
@@ -42,9 +42,8 @@ class Stream:
         Raises:
             UnsupportedError: one of them was written to after the sum.
         """
-        if self._addend is not None and self._mode != _mode():
+        if self._addend is not None and self._state != _state(self._x, self._addend):
             return self.tensor(), None
-        self._refuse_writes()
         return self._x, self._addend
 
     def settle(self, x: Tensor) -> None:
@@ -58,18 +57,15 @@ class Stream:
             UnsupportedError: as for `parts`.
         """
         if self._addend is not None:
-            self._refuse_writes()
-            trains, infers = self._mode
+            trains, infers, versions = self._state
+            if versions != _state(self._x, self._addend)[2]:
+                raise UnsupportedError(
+                    f"a block wrote to a tensor {tuple(self._x.shape)} of its residual sum, in place, before a norm "
+                    "computed the sum: let the block write to a copy, or convert without fuse='all'."
+                )
             with torch.inference_mode(infers), torch.set_grad_enabled(trains):  # as where the sum was written
                 self.settle(self._x + self._addend)
         return self._x
-
-    def _refuse_writes(self) -> None:
-        if self._addend is not None and self._versions != _versions(self._x, self._addend):
-            raise UnsupportedError(
-                f"a block wrote to a tensor {tuple(self._x.shape)} of its residual sum, in place, after the sum and "
-                "before a norm computed it: let the block write to a copy, or convert without fuse='all'."
-            )
 
     def plus(self, other: Any) -> Any:
         """Return the sum with a tensor of the same shape as a stream; that with anything else as PyTorch does."""
@@ -106,13 +102,10 @@ def settled(value: Any) -> Any:
     return tree_map(lambda part: part.tensor() if isinstance(part, Stream) else part, value)
 
 
-def _mode() -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-
-def _versions(x: Tensor, addend: Tensor) -> list[int]:
-    """Return counters of writes to them; tensors of inference mode have none."""
-    return [each._version for each in (x, addend) if not each.is_inference()]
+def _state(x: Tensor, addend: Tensor) -> tuple[bool, bool, tuple[int, int] | None]:
+    """Return the autograd mode, and how often each was written to; None for tensors of inference mode."""
+    versions = None if x.is_inference() or addend.is_inference() else (x._version, addend._version)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), versions
 
 
 def _is_alike(x: Tensor, other: Tensor) -> bool:
