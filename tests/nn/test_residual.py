@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from octavo.errors import UnsupportedError
 from octavo.kernels.quant_spec import QuantSpec
 from octavo.nn import norm, residual
 from octavo.nn.attached_codes import attached_codes
@@ -109,6 +110,88 @@ class Dropping(Block):
         return x + self.mlp(self.norm2(x))
 
 
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 3
+
+
+TRIPLED = Tripled.apply
+
+
+class Applying(Block):
+    """A function that takes no stream for a tensor: its result has no gradient."""
+
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x))[0]
+        return x + TRIPLED(x) + self.mlp(self.norm2(x))
+
+
+class Recomputing(Block):
+    """Reentrant recomputation, off while the forward is tried."""
+
+    recomputes = False
+
+    def forward(self, x):
+        return self.through(x + self.mixer(self.norm1(x))[0])
+
+    def through(self, x):
+        return x + (checkpoint(self.part, x, use_reentrant=True) if self.recomputes else self.part(x))
+
+    def part(self, x):
+        return self.mlp(self.norm2(x))
+
+
+class Keeping(Block):
+    def forward(self, x):
+        self.last = x + self.mixer(self.norm1(x))[0]
+        return self.last + self.mlp(self.norm2(self.last))
+
+
+class Logging(Block):
+    """The first to read a sum takes no gradient."""
+
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x))[0]
+        with torch.no_grad():
+            self.size = float(x.abs().mean())
+            self.ignored = float(self.norm2(x).sum())
+        return x + self.mlp(self.norm2(x))
+
+
+class LoggingInference(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x))[0]
+        with torch.inference_mode():
+            self.size = float(x.abs().mean())
+        return x + self.mlp(self.norm2(x))
+
+
+class Stopping(Block):
+    """A sum without a gradient, which a norm reads with one."""
+
+    def forward(self, x):
+        y = self.mixer(self.norm1(x))[0]
+        with torch.no_grad():
+            z = x + y
+        return y + self.norm2(z)
+
+
+class Writing(Block):
+    """A summand is another thing after the sum."""
+
+    def forward(self, x, factor=None):
+        y = self.mixer(self.norm1(x))[0]
+        x = x + y
+        if factor is not None:
+            y.mul_(factor)
+        return x + self.mlp(self.norm2(x))
+
+
 class Sums(TorchDispatchMode):
     """Counts additions of matrices in the shape of the stream."""
 
@@ -187,7 +270,7 @@ def test_other_blocks(kind, read, sums):
     assert (before, after) == sums
 
 
-@pytest.mark.parametrize("kind", [Direct, Asking, Mixer, MLP])
+@pytest.mark.parametrize("kind", [Direct, Asking, Mixer, MLP, Applying, Recomputing, Keeping])
 def test_blocks_that_take_no_stream(kind):
     module = block(kind) if issubclass(kind, Block) else kind()
     assert norms_of_stream(module, NORMS if issubclass(kind, Block) else ()) == ()
@@ -201,6 +284,24 @@ def test_a_stream_that_something_else_reads_too_is_its_tensor():
     want, _ = results(module, inputs())
     adopt(module)
     assert_equal(results(module, inputs())[0], want)
+
+
+@pytest.mark.parametrize("kind", [Logging, LoggingInference, Stopping])
+def test_a_sum_has_the_gradient_that_it_has_where_it_is_written(kind):
+    module = block(kind)
+    want, _ = results(module, inputs())
+    adopt(module)
+    assert module._takes(inputs())
+    assert_equal(results(module, inputs())[0], want)
+
+
+def test_a_write_to_a_summand_before_the_sum_is_computed_is_refused():
+    module = block(Writing)
+    want, _ = results(module, inputs())
+    adopt(module)
+    assert_equal(results(module, inputs())[0], want)
+    with pytest.raises(UnsupportedError, match="wrote to a tensor"):
+        module(inputs(), 2.0)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["bf16 stream", "fp32 stream"])

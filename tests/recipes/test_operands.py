@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.recipes import LinearPlan, Transposed, load, names, plan_by
+from octavo.errors import ConfigError
+from octavo.recipes import LinearPlan, Transposed, load, names, operands, plan_by
 
 
 def test_recipes_with_equal_gemms_have_one_plan() -> None:
@@ -42,3 +43,16 @@ def test_a_plan_says_what_the_recipe_says(name: str) -> None:
     assert (plan.x_second is None) == (recipe.second("input") is None)
     assert isinstance(plan, LinearPlan)
     assert not plan.requantises_exactly or plan.x_back is Transposed.FOLDED
+
+
+def test_a_plan_is_made_of_its_key_as_that_of_an_exported_program() -> None:
+    mine = replace(load("rowwise"), dgrad=replace(load("rowwise").dgrad, accumulate="fast"))
+    elsewhere = operands._Plans()
+    for recipe in (mine, *map(load, names())):
+        assert elsewhere[recipe.plan.key] is recipe.plan
+
+
+@pytest.mark.parametrize("key", ["rowwise", "(Fprop(), 1)", "(Fprop(of='x'), 1, 2, 3)", "(", "", "exit()"])
+def test_a_key_that_is_no_plan_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="export the program again"):
+        plan_by(key)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten
 
 from octavo.kernels.runtime.dispatch import gains_by_kernels, is_plain
 from octavo.nn.adopted import Adopted, is_taken, own_class
-from octavo.nn.modules import has_hooks
+from octavo.nn.modules import OF_EVERY_MODULE, has_hooks
 from octavo.nn.norm import Norm
 from octavo.nn.probe import as_written, random_tensor, shallow_copy
 from octavo.nn.recognised import names_in
@@ -85,7 +85,7 @@ def norms_of_stream(module: nn.Module, norms: Sequence[str]) -> tuple[str, ...]:
     forward = (own_class(module).parent if is_taken(module) else type(module)).forward
     if "forward" in vars(module) or not norms or not isinstance(forward, FunctionType):
         return ()
-    if not _ASKS_FOR_TYPE.isdisjoint(names_in(inspect.unwrap(forward))):
+    if not _NEEDS_TENSORS.isdisjoint(_names_of(type(module), forward)):
         return ()
     others = [name for name, child in module._modules.items() if child is not None and name not in norms]
     if not others or len(others) > _MOST_CHILDREN:
@@ -100,12 +100,37 @@ def norms_of_stream(module: nn.Module, norms: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-_ASKS_FOR_TYPE = frozenset(("is_tensor", "Tensor", "type", "id"))
-"""Names in code that may see that a stream is no tensor."""
+_NEEDS_TENSORS = frozenset(
+    (
+        "is_tensor",
+        "Tensor",
+        "type",
+        "id",
+        "apply",
+        "checkpoint",
+        "checkpoint_sequential",
+        "_gradient_checkpointing_func",
+    )
+)
+"""Names in code that may see that a stream is no tensor, or has no gradient for it: functions with a backward of their
+own, such as recomputation, which may be off while a forward is tried."""
 _MOST_CHILDREN = 4
 """Children besides norms, whose results may be tensors or tuples."""
 _SHAPE = 5, 3, 8
 """Of the stream: it cannot be unpacked as two or three results."""
+
+
+def _names_of(kind: type[nn.Module], forward: FunctionType) -> set[str]:
+    """Return the names in the code of a forward, and in the methods of its class that it names."""
+    names: set[str] = set()
+    waiting: list[Any] = [forward]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if isinstance(function, FunctionType):
+            added = names_in(function) - names
+            names |= added
+            waiting += [getattr(kind, name) for name in added if hasattr(kind, name) and not hasattr(nn.Module, name)]
+    return names
 
 
 def _mixed(kind: type[Any]) -> Any:
@@ -162,13 +187,32 @@ def _tried(module: nn.Module, forward: FunctionType, kinds: dict[str, type[Any]]
                 child.__class__ = type(kind.__name__, (kind, type(child)), {})
             torch.default_generator.manual_seed(0)
             try:
-                results.append(settled(forward(copied, given, *_missing(forward))))
+                with torch.enable_grad():
+                    result = settled(forward(copied, given, *_missing(forward)))
+                    results.append((result, _gradients(result, x) if training else ()))
             except Exception:
                 return None if given is x else ()
+            if _holds_stream(copied):
+                return ()
             found |= {name for name in kinds if getattr(copied._modules[name], "gets_stream", False)}
         if not _are_equal(*results):
             return ()
     return tuple(name for name in kinds if name in found)
+
+
+def _gradients(result: Any, x: Tensor) -> tuple[Any, ...]:
+    """Return which tensors of a result have a gradient, and that of x."""
+    tensors = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+    trained = [each for each in tensors if each.requires_grad]
+    ones = [torch.ones_like(each) for each in trained]
+    found = torch.autograd.grad(trained, x, ones, allow_unused=True) if trained else ()
+    return tuple(each.requires_grad for each in tensors), found
+
+
+def _holds_stream(module: nn.Module) -> bool:
+    """Return whether a forward has left a stream to its module, where others would read it."""
+    held = [value for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
+    return any(isinstance(each, Stream) for each in tree_flatten(held)[0])
 
 
 def _missing(forward: Any) -> list[None]:

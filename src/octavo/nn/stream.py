@@ -5,8 +5,9 @@
 
 A `Stream` stands for a tensor in a block's own forward. A sum of it with a tensor is another stream, which keeps both
 until something reads it: a norm of Octavo's, which adds and normalises in one pass, or anything else, for which they
-are added as PyTorch adds them. Its operators, functions and attributes are those of the tensor, so that code that knows
-nothing of it has the same bits. It is no `Tensor`: code that asks for the type sees a difference.
+are added as PyTorch adds them. Either way it is the sum that was written: with a gradient if it had one there, and of
+tensors that nothing has written to since. Its operators, functions and attributes are those of the tensor, so that code
+that knows nothing of it has the same bits. It is no `Tensor`: code that asks for the type sees a difference.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from octavo.errors import UnsupportedError
 from octavo.kernels.runtime.dispatch import is_plain
 
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
@@ -26,14 +28,22 @@ _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 class Stream:
     """A residual stream (..., D)."""
 
-    __slots__ = ("_addend", "_x")
+    __slots__ = ("_addend", "_state", "_x")
 
     def __init__(self, x: Tensor, addend: Tensor | None = None) -> None:
         self._x, self._addend = x, addend
+        if addend is not None:
+            self._state = _state(x, addend)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None]:
-        """The tensors that it is the sum of; (tensor, None) if it was read, or is no sum."""
+        """The tensors that it is the sum of; (tensor, None) if it was read, or is no sum of this autograd mode.
+
+        Raises:
+            UnsupportedError: one of them was written to after the sum.
+        """
+        if self._addend is not None and self._state != _state(self._x, self._addend):
+            return self.tensor(), None
         return self._x, self._addend
 
     def settle(self, x: Tensor) -> None:
@@ -41,9 +51,20 @@ class Stream:
         self._x, self._addend = x, None
 
     def tensor(self) -> Tensor:
-        """Return its value."""
+        """Return its value.
+
+        Raises:
+            UnsupportedError: as for `parts`.
+        """
         if self._addend is not None:
-            self.settle(self._x + self._addend)
+            trains, infers, versions = self._state
+            if versions != _state(self._x, self._addend)[2]:
+                raise UnsupportedError(
+                    f"a block wrote to a tensor {tuple(self._x.shape)} of its residual sum, in place, before a norm "
+                    "computed the sum: let the block write to a copy, or convert without fuse='all'."
+                )
+            with torch.inference_mode(infers), torch.set_grad_enabled(trains):  # as where the sum was written
+                self.settle(self._x + self._addend)
         return self._x
 
     def plus(self, other: Any) -> Any:
@@ -79,6 +100,12 @@ def settled(value: Any) -> Any:
     if isinstance(value, Stream):
         return value.tensor()
     return tree_map(lambda part: part.tensor() if isinstance(part, Stream) else part, value)
+
+
+def _state(x: Tensor, addend: Tensor) -> tuple[bool, bool, tuple[int, int] | None]:
+    """Return the autograd mode, and how often each was written to; None for tensors of inference mode."""
+    versions = None if x.is_inference() or addend.is_inference() else (x._version, addend._version)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), versions
 
 
 def _is_alike(x: Tensor, other: Tensor) -> bool:

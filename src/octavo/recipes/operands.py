@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octavo.errors import ConfigError
 from octavo.numerics import Format, Granularity, Rounding, Scaling, format_named, granularity_named
 
 if TYPE_CHECKING:
@@ -128,9 +130,36 @@ def plan_of(recipe: Recipe) -> LinearPlan:
     return _plans.get(key) or _plans.setdefault(key, LinearPlan(recipe, key))
 
 
-_plans: dict[str, LinearPlan] = {}
+class _Plans(dict[str, LinearPlan]):
+    """Plans by key. The key of a program from another process, such as an exported one, is made a recipe again."""
+
+    def __missing__(self, key: str) -> LinearPlan:
+        from octavo.recipes import spec  # which makes plans, as it is read
+
+        def value(node: ast.expr) -> Any:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                return getattr(spec, node.func.id)(**{str(each.arg): value(each.value) for each in node.keywords})
+            return ast.literal_eval(node)
+
+        try:
+            read = ast.parse(key, mode="eval").body
+            names = "fprop", "dgrad", "wgrad", "history"
+            gemms = dict(zip(names, map(value, read.elts if isinstance(read, ast.Tuple) else ()), strict=True))
+            made = spec.Recipe(name="program", **gemms).plan
+        except (AttributeError, SyntaxError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a program has the plan '{key}', which this version of Octavo cannot read: export the program again."
+            ) from error
+        return self.setdefault(key, made)
+
+
+_plans = _Plans()
 plan_by = _plans.__getitem__
-"""Return the plan with a key."""
+"""Return the plan with a key.
+
+Raises:
+    ConfigError: the key is not that of a plan, or another version's.
+"""
 
 
 def _transposed(recipe: Recipe, operand: str) -> Transposed:
