@@ -33,7 +33,6 @@ if not torch.cuda.is_available():
 sys.path.append(str(Path(__file__).parent / "distributed"))
 sys.path.append(str(Path(__file__).parent))
 import judged  # noqa: F401  before octavo.conversion
-import unmeasured  # noqa: F401  before torch._dynamo
 
 import checks
 from budget import Budget

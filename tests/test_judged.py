@@ -1,9 +1,7 @@
-"""What tests do without: verdicts judged anew (`distributed/judged.py`), guards timed (`distributed/unmeasured.py`)."""
+"""What tests do without: verdicts judged anew (`distributed/judged.py`)."""
 
 import judged
 import pytest
-import torch
-import unmeasured
 from torch import nn
 
 from octavo.conversion import mlps
@@ -35,11 +33,6 @@ def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_conversions_go_through_it() -> None:
     assert probe.judge_once is mlps.judge_once is judged.judge_once
-
-
-def test_no_compilation_measures_its_guards() -> None:
-    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-    assert torch._dynamo.guards.profile_guard_manager is unmeasured.latency
 
 
 def test_a_module_of_octavos_models_is_judged_once() -> None:

@@ -39,7 +39,6 @@ import judged  # noqa: F401  before octavo.conversion
 import pytest
 import torch
 import torch.distributed as dist
-import unmeasured  # noqa: F401  before torch._dynamo
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -57,7 +56,7 @@ IMPORTED += [
     "octavo.lab.train.console",
     "octavo.lab.train.export",
 ]
-IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest", "unmeasured", "warm"]
+IMPORTED += ["torch._inductor.compile_fx", "sharded", "ranks", "pytest", "warm"]
 """What ranks have imported when they begin."""
 _processes = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
