@@ -302,8 +302,10 @@ def _norm() -> Iterator[Case]:
             yield Case(f"{size}, {target}", (broken, weight, bias, 1e-5, target, centred), "norm.forward")
         rotated = (x, weight, bias, 1e-5, _ROTATED, centred, _ROW)
         yield Case(f"{size}, {_ROTATED} and {_ROW}", rotated, "norm.forward")
+        yield Case(f"{size}, of a sum", (x, weight, bias, 1e-5, _ROW, centred, None, dy), "norm.forward")
         rstd, mean = norm.forward(x, None, None, 1e-5, None, centred)[2:4]
         yield Case(f"{size}, backward", (dy, x, weight, bias, mean, rstd), "norm.backward")
+        yield Case(f"{size}, backward beside another", (dy, x, weight, bias, mean, rstd, dy), "norm.backward")
 
 
 def _rotary() -> Iterator[Case]:

@@ -457,15 +457,14 @@ def _forward(
     """Return the sum, if there is one, y and its codes and scales, and what is saved for backward."""
     eps, targets, centred, keeps_codes = options
     target, second = (*targets, None, None)[:2]
-    made: norm.Normed | norm.NormedSum
     if addend_MD is None:
-        total, made = None, norm.normalise(x_MD, weight, bias, eps, target, centred, second)
+        made = norm.normalise(x_MD, weight, bias, eps, target, centred, second)
     else:
         made = norm.normalise_sum(x_MD, addend_MD, weight, bias, eps, target, centred, second)
-        total = x_MD = made.sum
+        x_MD = x_MD if made.sum is None else made.sum
     kept = kernels.quantize(x_MD, *norm.KEPT)[:2] if keeps_codes else (x_MD, None)
     codes = [tensor for each in (made.quantized, made.second) if each is not None for tensor in each[:2]]
-    return (total, made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
+    return (made.sum, made.y, *codes), (*kept, weight, bias, made.mean, made.rstd)
 
 
 def _backward(options: tuple[Any, ...], dy: Tensor, passing: Tensor | None, *saved: Any) -> Result:

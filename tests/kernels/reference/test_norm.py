@@ -35,7 +35,7 @@ def exact(x, weight, bias, centred):
 @every_shape
 def test_y_is_pytorchs_rounded_once(shape, centred, dtype):
     x, weight, bias = matrix(*shape).to(dtype), torch.randn(shape[1]), torch.randn(shape[1])
-    y, quantized, rstd, mean, _ = forward(x, weight, bias if centred else None, EPS, None, centred)
+    y, quantized, rstd, mean, *_ = forward(x, weight, bias if centred else None, EPS, None, centred)
     want = exact(x, weight, bias, centred)
     assert y.dtype == dtype and quantized is None and (mean is not None) == centred
     assert rstd.shape == (shape[0],) and rstd.dtype == torch.float32
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_float64(shape, centred, dtype):
     dy = torch.randn(shape).to(dtype)
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
     exact(*leaves, centred).backward(dy.double())
-    _, _, rstd, mean, _ = forward(x, weight, None, EPS, None, centred)
+    _, _, rstd, mean, *_ = forward(x, weight, None, EPS, None, centred)
     dx, dweight, dbias = backward(dy, x, weight, bias if centred else None, mean, rstd)
     size = float(leaves[0].grad.abs().max()) if x.numel() else 1.0
     assert dx.dtype == dtype and dweight.dtype == torch.float32
@@ -75,5 +75,5 @@ def test_gradients_are_those_of_float64(shape, centred, dtype):
 
 def test_without_parameters_there_are_no_gradients_of_them():
     x = matrix(4, 8)
-    _, _, rstd, mean, _ = forward(x, None, None, EPS, None, True)
+    _, _, rstd, mean, *_ = forward(x, None, None, EPS, None, True)
     assert backward(x, x, None, None, mean, rstd)[1:] == (None, None)

@@ -67,8 +67,8 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, size: float = 1.0) -> No
 def test_codes(shape, centred, target, device):
     x, weight, bias = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device), None
     arguments = (x, weight, bias, EPS, target, centred)
-    _, quantized, rstd, mean, _ = fused.forward(*arguments)
-    _, want, want_rstd, want_mean, _ = reference.forward(*arguments)
+    _, quantized, rstd, mean, *_ = fused.forward(*arguments)
+    _, want, want_rstd, want_mean, *_ = reference.forward(*arguments)
     assert_same_codes(quantized, want)
     assert_close(rstd, want_rstd, float(want_rstd.max()))
     assert (mean is None) == (want_mean is None)
@@ -84,8 +84,8 @@ def test_codes(shape, centred, target, device):
 def test_two_sets_of_codes(shape, centred, target, second, device):
     x, weight = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device)
     arguments = (x, weight, weight.flip(0) if centred else None, EPS, target, centred)
-    y, quantized, *_, others = fused.forward(*arguments, second)
-    want, wanted, *_, wanted_others = reference.forward(*arguments, second)
+    y, quantized, *_, others, _ = fused.forward(*arguments, second)
+    want, wanted, *_, wanted_others, _ = reference.forward(*arguments, second)
     assert_same_codes(quantized, wanted)
     assert_same_codes(others, wanted_others)
     assert torch.equal(y, fused.forward(*arguments)[0])  # whatever codes are written with it
@@ -104,7 +104,7 @@ def test_two_sets_of_codes(shape, centred, target, second, device):
 def test_the_norm_of_a_sum_is_that_of_what_pytorch_adds(shape, centred, dtypes, target, device):
     x, addend = (matrix((2 * shape[0], shape[1]), device).to(dtype)[::2] for dtype in dtypes)
     arguments = (torch.randn(shape[1], device=device), None, EPS, target, centred, None if target is None else ROW)
-    total, y, codes, rstd, mean, second = fused.forward_of_sum(x, addend, *arguments)
+    y, codes, rstd, mean, second, total = fused.forward(x, *arguments, addend)
     alike = torch.empty_strided(x.shape, x.stride(), dtype=total.dtype, device=device).copy_(x + addend)
     want = fused.forward(alike, *arguments)
     assert total.dtype == dtypes[0] and torch.equal(total, alike)
@@ -133,7 +133,7 @@ def flat(made):
 def test_the_gradient_that_passes_by_is_added_after_the_rounding(shape, centred, dtype, device):
     x, dy, passing = (matrix(shape, device).to(dtype) for _ in range(3))
     weight = torch.randn(shape[1], device=device)
-    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, centred)
+    _, _, rstd, mean, *_ = reference.forward(x, weight, None, EPS, None, centred)
     dx, *sums = fused.backward(dy, x, weight, None, mean, rstd)
     got, *others = fused.backward(dy, x, weight, None, mean, rstd, passing)
     assert torch.equal(got, dx + passing) and torch.equal(others[0], sums[0])
@@ -143,7 +143,7 @@ def test_the_gradient_that_passes_by_is_added_after_the_rounding(shape, centred,
 @pytest.mark.parametrize("shape", [(5, 256), (3, 3000)], ids=str)
 def test_codes_of_an_rms_norm_are_the_specifications_bit_for_bit_given_its_rstd(shape, target, device):
     x, weight = matrix(shape, device).bfloat16(), torch.randn(shape[1], device=device)
-    _, quantized, rstd, _, others = fused.forward(x, weight, None, EPS, target, False, ROW)
+    _, quantized, rstd, _, others, _ = fused.forward(x, weight, None, EPS, target, False, ROW)
     y = x.float() * rstd[:, None] * weight
     for got, spec in ((quantized, target), (others, ROW)):
         want = quantize(y, spec.fmt, spec.tile, spec.scaling, rotation=spec.rotation)
@@ -158,7 +158,9 @@ def test_a_row_that_is_not_finite_has_no_scale_in_int8_and_leaves_others_alone(t
     x = matrix((6, width), device)
     broken = x.clone()
     broken[2, 7], broken[4, 9] = torch.nan, torch.inf
-    (_, got, *_, others), (_, want, *_) = (fused.forward(v, None, None, EPS, target, False, ROW) for v in (broken, x))
+    (_, got, *_, others, _), (_, want, *_) = (
+        fused.forward(v, None, None, EPS, target, False, ROW) for v in (broken, x)
+    )
     finite = [0, 1, 3, 5]
     assert bool(got.scale[[2, 4]].isnan().all()) and not got.codes[[2, 4]].any()
     assert bool(others.codes[2].float().isnan().all())
@@ -226,7 +228,7 @@ def test_zeros_take_the_smallest_scale(device):
 def test_gradients(shape, centred, affine, device):
     x, dy = matrix(shape, device), torch.randn(shape, device=device)
     weight, bias = (torch.randn(shape[1], device=device) if affine else None for _ in range(2))
-    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, centred)
+    _, _, rstd, mean, *_ = reference.forward(x, weight, None, EPS, None, centred)
     arguments = (dy, x, weight, bias if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     size = 1 + float(rstd.max()) * (float(weight.abs().max()) if affine else 1.0)
@@ -241,7 +243,7 @@ def test_gradients(shape, centred, affine, device):
 def test_gradients_in_16_bits_with_rows_apart(dtype, device):
     x, dy = (matrix((50, 300), device).to(dtype)[:, 20:220] for _ in range(2))
     weight = torch.randn(200, device=device).to(dtype)
-    _, _, rstd, mean, _ = reference.forward(x, weight, None, EPS, None, True)
+    _, _, rstd, mean, *_ = reference.forward(x, weight, None, EPS, None, True)
     arguments = (dy, x, weight, weight, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert_close(got[0], want[0], 1 + float(rstd.max()))
@@ -268,7 +270,7 @@ def test_the_widths_of_real_models(cols, centred):
     x, weight = matrix((700, cols), "cuda").bfloat16(), torch.randn(cols, device="cuda").bfloat16()
     for target in TARGETS:
         arguments = (x, weight, None, EPS, target, centred)
-        y, quantized, rstd, mean, _ = fused.forward(*arguments)
+        y, quantized, rstd, mean, *_ = fused.forward(*arguments)
         want, wanted, *_ = reference.forward(*arguments)
         assert_same_codes(quantized, wanted)
         assert_close(y, want, 4.0)
@@ -293,7 +295,7 @@ def test_gradients_of_codes(shape, centred, dtype, device):
     weight = torch.randn(shape[1], device=device)
     x[0, 5] = torch.nan
     codes = laid_out(quantize(x, E4M3, KEPT.tile))
-    _, _, rstd, mean, _ = reference.forward(x.nan_to_num(), weight, None, EPS, None, centred)
+    _, _, rstd, mean, *_ = reference.forward(x.nan_to_num(), weight, None, EPS, None, centred)
     arguments = (dy, codes, weight, weight if centred else None, mean, rstd)
     got, want = fused.backward(*arguments), reference.backward(*arguments)
     assert got[0].dtype == dtype and torch.equal(got[0].isnan(), want[0].isnan()) and bool(want[0][0].isnan().all())

@@ -49,19 +49,8 @@ class Normed(NamedTuple):
     """(M,), FP32, for backward of a layer norm; None for an RMS norm."""
     second: Quantized | None
     """A second set of codes of y (M, D); None without a second target."""
-
-
-class NormedSum(NamedTuple):
-    """Results of one forward pass over a sum."""
-
-    sum: Tensor
-    """(M, D), rounded to the dtype that PyTorch gives the sum."""
-    y: Tensor
-    """(M, D), of the sum's dtype; like the rest as in `Normed`."""
-    quantized: Quantized | None
-    rstd: Tensor
-    mean: Tensor | None
-    second: Quantized | None
+    sum: Tensor | None = None
+    """x + addend (M, D), in the dtype that PyTorch gives it, by `normalise_sum`; the rest is of it."""
 
 
 def unsupported_reason(target: QuantSpec) -> str | None:
@@ -79,12 +68,6 @@ def _second_unsupported_reason(second: QuantSpec) -> str | None:
     if second.rotation or second.granularity != "row":
         return "its second codes have row scales, and are not rotated"
     return unsupported_reason(second)
-
-
-def _check_targets(target: QuantSpec | None, second: QuantSpec | None) -> None:
-    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
-        if spec is not None and (reason := reason_against(spec)):
-            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
 
 
 def _check(x: Tensor, **others: Tensor | None) -> None:
@@ -144,25 +127,19 @@ def normalise(
         ConfigError: mismatched shapes.
         UnsupportedError: `unsupported_reason(target)`; omit the target, and pass y to `kernels.quantize`.
     """
-    _check(x, weight=weight, bias=bias)
-    _check_targets(target, second)
-    label = "layer_norm" if centred else "rms_norm"
-    arguments = x, weight, bias, eps, target, centred, second
-    y, quantized, rstd, mean, others = run_kernel("norm.forward", x, arguments, label, _refused(x))
-    quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
-    return Normed(y.contiguous(), quantized, rstd, mean, others)
+    return _run(x, weight, bias, eps, target, centred, second)
 
 
-def _of_sum_fake(x: Tensor, addend: Tensor, *arguments: Any) -> NormedSum:
+def _sum_fake(x: Tensor, addend: Tensor, *arguments: Any) -> Normed:
     total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, addend.dtype))
-    return NormedSum(total, *_forward_fake(total, *arguments))
+    return _forward_fake(total, *arguments)._replace(sum=total)
 
 
 @operation(
     name="norm_of_sum",
-    fake=_of_sum_fake,
+    fake=_sum_fake,
     results=lambda _x, _addend, _weight, _bias, _eps, target, centred, second: (
-        True, True, target, True, centred, second,
+        True, target, True, centred, second, True,
     ),
 )  # fmt: skip
 def normalise_sum(
@@ -174,7 +151,7 @@ def normalise_sum(
     target: QuantSpec | None = None,
     centred: bool = False,
     second: QuantSpec | None = None,
-) -> NormedSum:
+) -> Normed:
     """Return x + addend, and the norm of each row of it: the results of `normalise(x + addend, ...)`.
 
     Of two dtypes, or rows that begin elsewhere, a GPU may add a row up in another order, as it may by the reference.
@@ -187,13 +164,29 @@ def normalise_sum(
         ConfigError: mismatched shapes.
         UnsupportedError: as for `normalise`.
     """
+    return _run(x, weight, bias, eps, target, centred, second, addend)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    target: QuantSpec | None,
+    centred: bool,
+    second: QuantSpec | None,
+    addend: Tensor | None = None,
+) -> Normed:
+    """Check the arguments and run the kernel."""
     _check(x, addend=addend, weight=weight, bias=bias)
-    _check_targets(target, second)
+    for spec, reason_against in ((target, unsupported_reason), (second, _second_unsupported_reason)):
+        if spec is not None and (reason := reason_against(spec)):
+            raise UnsupportedError(f"a norm cannot quantise to '{spec}': {reason}. Quantise y after it, or change one.")
     label = "layer_norm" if centred else "rms_norm"
-    arguments = x, addend, weight, bias, eps, target, centred, second
-    total, y, quantized, rstd, mean, others = run_kernel("norm.forward_of_sum", x, arguments, label, _refused(x))
+    arguments = x, weight, bias, eps, target, centred, second, addend
+    y, quantized, rstd, mean, others, total = run_kernel("norm.forward", x, arguments, label, _refused(x))
     quantized, others = (None if made is None else laid_out(made) for made in (quantized, others))
-    return NormedSum(total.contiguous(), y.contiguous(), quantized, rstd, mean, others)
+    return Normed(y.contiguous(), quantized, rstd, mean, others, None if total is None else total.contiguous())
 
 
 def _backward_fake(

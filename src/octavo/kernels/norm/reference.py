@@ -26,8 +26,14 @@ def forward(
     target: QuantSpec | None,
     centred: bool,
     second: QuantSpec | None = None,
-) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
-    """Return y, its codes, rstd, mean and the second codes. See `octavo.kernels.norm`. centred: layer norm."""
+    addend: Tensor | None = None,
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None, Tensor | None]:
+    """Return y, its codes, rstd, mean, the second codes and the sum. See `octavo.kernels.norm`. centred: layer norm.
+
+    With an addend the sum is x + addend as PyTorch rounds it, and the rest is of it; without one it is None.
+    """
+    total = None if addend is None else x + addend
+    x = x if total is None else total
     s = x.float()
     mean = s.mean(dim=1) if centred else None
     if mean is not None:
@@ -42,22 +48,7 @@ def forward(
         None if spec is None else quantize(y, spec.fmt, spec.tile, spec.scaling, rotation=spec.rotation)
         for spec in (target, second)
     )
-    return y.to(x.dtype), quantized, rstd, mean, others
-
-
-def forward_of_sum(
-    x: Tensor,
-    addend: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    target: QuantSpec | None,
-    centred: bool,
-    second: QuantSpec | None = None,
-) -> tuple[Tensor, Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
-    """Return x + addend, rounded, and the results of `forward` for it. See `octavo.kernels.norm`."""
-    total = x + addend
-    return total, *forward(total, weight, bias, eps, target, centred, second)
+    return y.to(x.dtype), quantized, rstd, mean, others, total
 
 
 def backward(

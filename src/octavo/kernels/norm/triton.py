@@ -48,41 +48,14 @@ def forward(
     target: QuantSpec | None,
     centred: bool,
     second: QuantSpec | None = None,
-) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
-    """Return y, its codes, rstd, mean and the second codes: see `octavo.kernels.norm`. centred: layer norm."""
-    return _forward((x, None, None), weight, bias, eps, target, centred, second)
-
-
-def forward_of_sum(
-    x: Tensor,
-    addend: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    target: QuantSpec | None,
-    centred: bool,
-    second: QuantSpec | None = None,
-) -> tuple[Tensor, Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
-    """Return x + addend, rounded, and the results of `forward` for it, from one read of each."""
-    total = x.new_empty(*x.shape, dtype=torch.promote_types(x.dtype, addend.dtype))
-    return total, *_forward((x, addend, total), weight, bias, eps, target, centred, second)
-
-
-def _forward(
-    stream: tuple[Tensor, Tensor | None, Tensor | None],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    target: QuantSpec | None,
-    centred: bool,
-    second: QuantSpec | None,
-) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None]:
-    """Return the results of `forward`. stream: x, what is added to it, and where the sum is written; or x alone."""
-    x, addend, total = stream
+    addend: Tensor | None = None,
+) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None, Quantized | None, Tensor | None]:
+    """Return what `reference.forward` does, from one read of x and addend. centred: layer norm."""
+    dtype = x.dtype if addend is None else torch.promote_types(x.dtype, addend.dtype)
     x, (rows, cols) = contiguous_rows(x), x.shape
-    addend = None if addend is None else contiguous_rows(addend)
+    addend, total = (None, None) if addend is None else (contiguous_rows(addend), x.new_empty(rows, cols, dtype=dtype))
     weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
-    y = x.new_empty(rows, cols, dtype=x.dtype if total is None else total.dtype)
+    y = x.new_empty(rows, cols, dtype=dtype)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if centred else None
     quantized, others = (None if spec is None else empty(spec, rows, cols, x.device) for spec in (target, second))
@@ -98,7 +71,7 @@ def _forward(
         SCALING=1 if target is None else target.rule, SECOND=1 if second is None else second.rule, GROUP=group,
         ROTATION=block, **FORWARD.meta(rows, cols), enable_fp_fusion=centred and block == 1,
     )  # fmt: skip
-    return y, quantized, rstd, mean, others
+    return y, quantized, rstd, mean, others, total
 
 
 def backward(
