@@ -12,7 +12,7 @@ import torch
 
 from octavo.errors import ConfigError, DataError, UnsupportedError
 from octavo.lab.evaluation import served
-from octavo.lab.evaluation.run import EvalSettings
+from octavo.lab.evaluation.run import EvalSettings, evaluate_run
 from octavo.lab.evaluation.served import evaluate_served, is_served
 from octavo.lab.train.export import export_run
 
@@ -52,6 +52,16 @@ def test_rotated_inputs_are_rotated_there_too(runs, exported, tmp_path):
     scores, differences = by_name(evaluate_served(tmp_path / "int8", FEW, run=runs / "rotated"))
     assert list(scores) == ["served", "INT8", "FP8", "high precision"]
     assert abs(differences["served", "INT8"].loss) < 1e-3
+
+
+def test_the_verdict_is_that_of_the_run_itself(runs, exported, tmp_path):
+    """Also where only the run knows the noise of its gap."""
+    shutil.copytree(runs / "folded", run := tmp_path / "run")
+    file = run / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"gap_fluctuation_percent": 0.01}))
+    verdict = evaluate_run(run, FEW).verdict
+    assert verdict and verdict != evaluate_run(runs / "folded", FEW).verdict
+    assert evaluate_served(exported / "fp8", FEW, run=run).verdict == verdict
 
 
 def test_plain_values_are_high_precision(runs, exported):
