@@ -30,7 +30,7 @@ from octavo.recipes import Recipe
 from octavo.tensor import FP8Tensor
 
 IN_PROJECTION = "in_proj"
-"""Name of the product by the weights of q, k and v, behind the name of its module."""
+"""Name of the GEMM with the weights of q, k and v, after the name of its module."""
 
 PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 """Parameters of a module that has no `in_proj_weight`: its keys or values are of other widths (`kdim`, `vdim`)."""

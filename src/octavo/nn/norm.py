@@ -112,7 +112,7 @@ class Norm(Recognised):
         options = self._options(x)
         rows = [None if each is None else each.reshape(-1, x.shape[-1]) for each in (x, addend)]
         sum_MD, y_MD, *codes = _StreamFunction.apply(*rows, *self._affine(), options)  # type: ignore[no-untyped-call]
-        stream.settle(sum_MD.view(x.shape))
+        stream.set_value(sum_MD.view(x.shape))
         return _with_codes(y_MD.view(x.shape), codes, options[1])
 
     def _find_call_key(self) -> str:

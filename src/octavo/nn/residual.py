@@ -33,7 +33,7 @@ from octavo.nn.modules import OF_EVERY_MODULE, has_hooks
 from octavo.nn.norm import Norm
 from octavo.nn.probe import as_written, random_tensor, shallow_copy
 from octavo.nn.recognised import names_in
-from octavo.nn.stream import Stream, settled
+from octavo.nn.stream import Stream, materialize
 
 
 class ResidualBlock(Adopted):
@@ -51,7 +51,7 @@ class ResidualBlock(Adopted):
         """Return what the parent's forward does."""
         if is_compiling() or not args or not self._takes(args[0]):
             return super().forward(*args, **kwargs)
-        return settled(super().forward(Stream(args[0]), *args[1:], **kwargs))
+        return materialize(super().forward(Stream(args[0]), *args[1:], **kwargs))
 
     def _find_call_key(self) -> str:
         return "on" if self.enabled else "off"
@@ -169,8 +169,7 @@ class _Normalises:
     def __call__(self, x: Any) -> Any:
         if isinstance(x, Stream):
             self.gets_stream = True
-            x.settle(x.tensor())
-        value = settled(x)
+        value = materialize(x)
         return value * 1.25 - value.flip(-1)
 
 
@@ -188,7 +187,7 @@ def _tried(module: nn.Module, forward: FunctionType, kinds: dict[str, type[Any]]
             torch.default_generator.manual_seed(0)
             try:
                 with torch.enable_grad():
-                    result = settled(forward(copied, given, *_missing(forward)))
+                    result = materialize(forward(copied, given, *_missing(forward)))
                     results.append((result, _gradients(result, x) if training else ()))
             except Exception:
                 return None if given is x else ()

@@ -1,13 +1,13 @@
-"""The residual stream inside a block: a tensor, or a sum that nobody has read yet.
+"""The residual stream inside a block: a tensor, or a sum that is not computed yet.
 
     x = x + attention(norm(x))        the sum is written by the norm that follows it, in the pass that normalises it
     x = x + mlp(norm(x))
 
-A `Stream` stands for a tensor in a block's own forward. A sum of it with a tensor is another stream, which keeps both
-until something reads it: a norm of Octavo's, which adds and normalises in one pass, or anything else, for which they
-are added as PyTorch adds them. Either way it is the sum that was written: with a gradient if it had one there, and of
-tensors that nothing has written to since. Its operators, functions and attributes are those of the tensor, so that code
-that knows nothing of it has the same bits. It is no `Tensor`: code that asks for the type sees a difference.
+A `Stream` replaces a tensor in a block's own forward. Adding a tensor to it returns another stream, which keeps both
+operands until something reads the sum: a norm of Octavo's, which adds and normalises in one pass, or anything else, for
+which PyTorch adds them. The result is that of the code as written: computed in the autograd mode of the addition, from
+operands that were not written to since. Operators, functions and attributes are the tensor's, so that other code gets
+the same bits. It is not a `Tensor`: only code that checks the type sees a difference.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Stream:
             return self.tensor(), None
         return self._x, self._addend
 
-    def settle(self, x: Tensor) -> None:
-        """Take a tensor for its value: the sum, or the same value as another operation's result."""
+    def set_value(self, x: Tensor) -> None:
+        """Set its value: the computed sum, or the same value as another operation returned it."""
         self._x, self._addend = x, None
 
     def tensor(self) -> Tensor:
@@ -64,20 +64,20 @@ class Stream:
                     "computed the sum: let the block write to a copy, or convert without fuse='all'."
                 )
             with torch.inference_mode(infers), torch.set_grad_enabled(trains):  # as where the sum was written
-                self.settle(self._x + self._addend)
+                self.set_value(self._x + self._addend)
         return self._x
 
     def plus(self, other: Any) -> Any:
         """Return the sum with a tensor of the same shape as a stream; that with anything else as PyTorch does."""
         x = self.tensor()
-        return Stream(x, other) if isinstance(other, Tensor) and _is_alike(x, other) else x + settled(other)
+        return Stream(x, other) if isinstance(other, Tensor) and _is_alike(x, other) else x + materialize(other)
 
     __add__ = __radd__ = plus
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # of a tensor, not of a stream
         """Write to the tensor, as a tensor does."""
         x = self.tensor()
-        x += settled(other)
+        x += materialize(other)
         return x
 
     def __getattr__(self, name: str) -> Any:
@@ -92,10 +92,10 @@ class Stream:
         if func in _SUMS and len(args) == 2 and not kwargs:
             first, second = args  # one of them is a stream
             return first.plus(second) if isinstance(first, Stream) else second.plus(first)
-        return func(*settled(args), **settled(dict(kwargs or {})))
+        return func(*materialize(args), **materialize(dict(kwargs or {})))
 
 
-def settled(value: Any) -> Any:
+def materialize(value: Any) -> Any:
     """Return a value whose streams, also those in tuples, lists and dictionaries, are tensors."""
     if isinstance(value, Stream):
         return value.tensor()
@@ -114,7 +114,7 @@ def _is_alike(x: Tensor, other: Tensor) -> bool:
 
 def _forwarded(name: str) -> Callable[..., Any]:
     def method(self: Stream, *args: Any) -> Any:
-        return getattr(self.tensor(), name)(*settled(args))
+        return getattr(self.tensor(), name)(*materialize(args))
 
     return method
 

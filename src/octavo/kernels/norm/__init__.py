@@ -154,7 +154,7 @@ def normalise_sum(
 ) -> Normed:
     """Return x + addend, and the norm of each row of it: the results of `normalise(x + addend, ...)`.
 
-    Of two dtypes, or rows that begin elsewhere, a GPU may add a row up in another order, as it may by the reference.
+    With mixed dtypes, or another alignment of rows, a GPU may sum a row in another order than `normalise` does.
 
     Args:
         x: as for `normalise`, like the rest.
@@ -219,7 +219,7 @@ def normalise_backward(
         bias: as weight.
         mean: FP32 (M,), from forward; None for an RMS norm.
         rstd: FP32 (M,), from forward.
-        passing: (M, D), the gradient of x from what else reads it, added to that by the norm after its rounding.
+        passing: (M, D), the gradient of x from its other readers, added to dx after dx is rounded.
 
     Returns:
         dx (M, D) in x's dtype, or in dy's if x is codes; dweight and dbias (D,), accumulated in FP32, in the dtypes of

@@ -5,8 +5,7 @@ Backward, with the normalised row n = (x - mean) * rstd, mean = 0 for an RMS nor
     dx = rstd * (g - n * mean(g n) - mean(g))      the last term for a layer norm only
     dweight = sum over rows of dy * n              dbias = sum over rows of dy
 
-Where x is read by others too, such as the next sum of a residual stream, their gradient is added to dx after that is
-rounded, as autograd adds it.
+If x has other readers, such as the next residual sum, their gradient is added to the rounded dx, as autograd does.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def quantize_transposed(x: Tensor, target: QuantSpec, after: Tensor) -> Quantize
     """Quantise the transpose of a matrix (R, C) saved in high precision, rounded to nearest, as by `quantize_pair`.
 
     Args:
-        after: the other operand of the product. As a dependency, it keeps a compiler from moving the call into forward
+        after: the other operand of the GEMM. As a dependency, it keeps a compiler from moving the call into forward
             and saving the result.
     """
     made = quantize_pair([x], None, target)[1]
@@ -197,7 +197,7 @@ def transpose_quantized(source: Quantized, after: Tensor) -> Quantized:
     """Return the transpose, with contiguous codes and scales in GEMM layout, without requantisation.
 
     Args:
-        after: the other operand of the product, as for `octavo.kernels.transpose`.
+        after: the other operand of the GEMM, as for `octavo.kernels.transpose`.
     """
     codes = transpose(source.codes, after)
     return laid_out(Quantized(codes, source.scale.t(), source.granularity.transposed))
@@ -253,7 +253,7 @@ def requantize_transposed(
         weights: (N_i, K), FP32, BF16 or FP16, unchanged since `quantize_stack`.
         scale: scales of the stack, FP32 (sum of N_i, 1), powers of two.
         target: one scale per row.
-        after: the other operand of the product, as for `octavo.kernels.transpose`.
+        after: the other operand of the GEMM, as for `octavo.kernels.transpose`.
         norm: RMS norm of a single matrix; codes then equal those of `quantize_normed`.
 
     Returns:
