@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 
-from octavo.nn.stream import Stream, settled
+from octavo.nn.stream import Stream, materialize
 
 
 def pair(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +33,7 @@ def test_a_sum_with_a_tensor_waits_and_has_pytorchs_bits(add):
     if isinstance(total, Stream):  # a method of the tensor adds at once
         assert total.parts[0] is x and total.parts[1] is addend
         assert torch.equal(total.tensor(), x + addend) and total.parts == (total.tensor(), None)
-    assert torch.equal(settled(total), x + addend)
+    assert torch.equal(materialize(total), x + addend)
     assert stream.parts == (x, None)
 
 
@@ -48,7 +48,7 @@ def test_all_but_methods_wait():
 def test_sums_of_another_kind_are_computed_at_once(other):
     x, _ = pair(torch.float32)
     for got in (Stream(x) + other, other + Stream(x)):
-        assert type(got) is torch.Tensor and torch.equal(got, x + settled(other))
+        assert type(got) is torch.Tensor and torch.equal(got, x + materialize(other))
 
 
 def test_a_third_summand_is_added_to_the_sum():
@@ -111,5 +111,5 @@ def test_gradients_are_those_of_the_sum():
 
 def test_settling_reaches_into_structures():
     x, addend = pair()
-    made = settled((Stream(x) + addend, [Stream(x)], {"y": Stream(x), "n": None}))
+    made = materialize((Stream(x) + addend, [Stream(x)], {"y": Stream(x), "n": None}))
     assert torch.equal(made[0], x + addend) and made[1][0] is x and made[2] == {"y": x, "n": None}
